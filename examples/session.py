@@ -6,7 +6,7 @@ from saccade import LLM, SamplingParams
 
 TURNS = [
     ("The secret password of the lighthouse keeper is 7391-XKQ. " + "Boats came and went. " * 80, "flexprefill"),
-    ("The secret password of the lighthouse keeper is", "psa(epsilon=0.98)"),
+    ("The secret password of the lighthouse keeper is", "psa"),
     ("The secret password of the lighthouse", "dense"),
 ]
 

@@ -1,7 +1,7 @@
 """Saccade: long-context LLM inference that looks only where it must.
 
 >>> from saccade import LLM, SamplingParams
->>> llm = LLM("retriever", policy="flexprefill+psa(epsilon=0.98)")  # doctest: +SKIP
+>>> llm = LLM("retriever", policy="flexprefill+psa")  # doctest: +SKIP
 >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 """
 

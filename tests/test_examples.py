@@ -44,7 +44,7 @@ def test_a_document_of_ones_own(capsys, tmp_path):
 def test_session(capsys):
     main_of("session")()
     out = capsys.readouterr().out
-    assert "7391-XKQ" in out.partition("(psa(epsilon=0.98))")[2]
+    assert "7391-XKQ" in out.partition("(psa)")[2]
     assert "3 turns" in out
 
 

@@ -28,7 +28,7 @@ DEFAULT_METHODS = {
     "prefill": "flexprefill;loopserve(alpha=0.996);minference(slash=800);xattention(threshold=0.5);a_shape;tri_shape",
     "decode": "lfps(unit=kv_head, a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
     "lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;lfps(unit=kv_head, blocks=0, rest=none);lfps(unit=kv_head);"
-    "cis(k=0.02, unit=kv_head);cis(k=0.02);psa(epsilon=0.98);streaming",
+    "cis(k=0.02, unit=kv_head);cis(k=0.02);psa;streaming",
 }
 
 TTFT_METHODS = (

@@ -44,7 +44,7 @@ def generate(
 
     A model with a chat template is asked through it, as a user's message; others, and --raw, complete the text.
     The document may come from a file or a pipe and the question as the argument:
-    saccade generate -f book.txt "The password is" --policy "flexprefill+psa(epsilon=0.98)"
+    saccade generate -f book.txt "The password is" --policy "flexprefill+psa"
     cat book.txt | saccade generate "The password is"
     """
     text = gather_prompt(prompt, prompt_file)

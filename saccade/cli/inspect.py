@@ -26,7 +26,7 @@ def inspect(
         Path | None, typer.Option("--prompt-file", "--file", "-f", help="UTF-8 text file; - is standard input.")
     ] = None,
     model: Annotated[str, MODEL] = "retriever",
-    policy: Annotated[str, POLICY] = "flexprefill(min_budget=256)+psa(epsilon=0.98)",
+    policy: Annotated[str, POLICY] = "flexprefill(min_budget=256)+psa",
     layers: Annotated[str | None, typer.Option(help="Layers to draw, for example 0,3-5; all by default.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures.")] = Path("inspect"),
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 33,

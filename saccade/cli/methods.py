@@ -44,7 +44,7 @@ def methods(
     console.print(table)
     if name is None:
         short = "; ".join(f"{one} is {text}" for one, text in PRESETS.items())
-        console.print(f"A policy joins them: flexprefill+psa(epsilon=0.98). For short, {short}.")
+        console.print(f"A policy joins them: flexprefill+psa. For short, {short}.")
     for part in () if name is None else chosen.values():
         console.print(" ".join((part.__doc__ or "").split()))
 

@@ -25,7 +25,7 @@ MODEL = typer.Option(
     help="Checkpoint folder, GGUF file, hub name (Qwen/Qwen3-8B, perhaps with @revision), what saccade fetch brought, "
     "retriever or reference.",
 )
-POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
+POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa.")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 QUANTIZE = typer.Option("--quantize", help="fp8: weights and products of the layers in 8-bit floats, on a GPU.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")

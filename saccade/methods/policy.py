@@ -1,7 +1,7 @@
 """Policies: which method each phase of a request uses, and their text form.
 
-``psa(epsilon=0.98)`` names a method with options; it serves the phases it knows and the others run dense. ``a + b``
-combines methods, and adds a window (``psaw``) or a freeze (``etf``) to them: ``flexprefill + psa(epsilon=0.98) + etf``.
+``psa(epsilon=0.9)`` names a method with options; it serves the phases it knows and the others run dense. ``a + b``
+combines methods, and adds a window (``psaw``) or a freeze (``etf``) to them: ``flexprefill + psa + etf``.
 The same text is read in Python, on the command line, in YAML and in a request. Explicit assignment works too:
 ``prefill=streaming, decode=psa, window=psaw`` (as text or as a mapping).
 """
@@ -72,7 +72,7 @@ class Policy:
             return _assign(dict(policy), shown(dict(policy)))
         if not isinstance(policy, str) or not policy.strip():
             raise PolicyError(
-                f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {shown(policy)}; known: {_known()}"
+                f"a policy is text like 'flexprefill+psa', got {shown(policy)}; known: {_known()}"
             )
         return _from_text(_readable(policy))
 
