@@ -118,7 +118,7 @@ def test_number_of_needles_and_distractors():
 
 
 def test_counts_are_rulers():
-    (turn,) = sample("cwe").turns
+    (turn,) = sample("cwe", length=8192).turns
     context = "".join(turn.context)
     example, task = context.split("Keep count.")[1:]
     counts = Counter(re.findall(r"\d+\. (\S+)", task))
@@ -127,7 +127,7 @@ def test_counts_are_rulers():
     shown = Counter(re.findall(r"\d+\. (\S+)", example.split("Which")[0]))
     assert Counter(shown.values()) == {10: 10, 3: 30}
     assert not set(shown) & set(counts)
-    small = "".join(sample("cwe", length=2048).turns[0].context).split("Keep count.")[2]
+    small = "".join(sample("cwe", length=8191).turns[0].context).split("Keep count.")[2]
     assert set(Counter(re.findall(r"\d+\. (\S+)", small)).values()) == {6, 1}
 
     one = sample("fwe")

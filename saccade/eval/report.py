@@ -64,8 +64,8 @@ def print_summary(folders: Iterable[Path]) -> None:
         for line in _overall(group):
             table.add_row(*line.labels, *(column.text(line.cell) for column in OVERALL))
         console.print(table)
-        for line in _warnings(group):
-            console.print(line, style="yellow", markup=False, highlight=False)
+        for warning in _warnings(group):
+            console.print(warning, style="yellow", markup=False, highlight=False)
 
 
 def _overall(group: Group) -> list[Line]:

@@ -67,11 +67,13 @@ def make(
     included.
 
     A function of its arguments alone. Where a task's lines, sentences or documents are coarser than that, a few short
-    sentences fill it up; the word counts (cwe, fwe) cannot be filled up and may stay further below at short lengths, as
-    may a text or a corpus that runs out. ``haystack``: "prose", or "file:PATH" (UTF-8) for the tasks that end in
-    ``_file``. ``data``: SQuAD v2's or HotpotQA's JSON, for ``qa_1`` and ``qa_2``. The sample's ``meta`` has
-    ``version``, ``tokens`` (the length reached), ``haystack`` (the size found) and ``filled`` (sentences added); the
-    turn's has ``depth``: where the needles or gold documents lie, 0..1.
+    sentences fill it up; the word counts (cwe, fwe), which cannot be filled up, and documents may stay further below at
+    a thousand tokens, as may a text or a corpus that runs out.
+
+    ``haystack``: "prose", or "file:PATH" (UTF-8) for the tasks that end in ``_file``. ``data``: SQuAD v2's or
+    HotpotQA's JSON, for ``qa_1`` and ``qa_2``. The sample's ``meta`` has ``version``, ``tokens`` (the length reached),
+    ``haystack`` (the size found) and ``filled`` (sentences added); the turn's has ``depth``: where the needles or gold
+    documents lie, 0..1.
 
     Raises RequestError for an unknown task, data that is missing or unreadable, a length that the task cannot be made
     as short as, or less than 90 % of it.

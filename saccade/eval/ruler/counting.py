@@ -58,10 +58,10 @@ def _tracked(names: list[str], value: str, depths: list[float], size: int) -> Dr
 def common_words(rng: Rng, length: int) -> Plan:
     """cwe: a numbered list in which 10 words stand 30 times and all others 3 times, after a worked example.
 
-    Below 4096 tokens 6 times and once, as in RULER. Words are adjective-noun pairs, of which there are enough for any
-    length; the size is the number of different words.
+    Below 8192 tokens 6 times and once; in RULER below 4096, where 30 times our longer words do not fit. Words are
+    adjective-noun pairs, of which there are enough for any length; the size is the number of different words.
     """
-    small = length < 4096
+    small = length < 8192
     pairs = rng.distinct(len(ADJECTIVES) * len(NOUNS), len(ADJECTIVES) * len(NOUNS))
     words = [f"{ADJECTIVES[pair // len(NOUNS)]}-{NOUNS[pair % len(NOUNS)]}" for pair in pairs]
     spare = words[-40:]
