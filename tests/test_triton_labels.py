@@ -157,7 +157,7 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
             ranking = Ranking(
                 Shape.suffix(3, 1, 1, view.length), size, torch.tensor([[0, 1]], dtype=torch.int32),
                 (order + 2)[None].to(torch.int32), epsilon, microbatch, "estimate", estimates=guess[:, order],
-                margin=margin,
+                stop="mean" if case == "light" else "all", margin=margin,
             )  # fmt: skip
             got, expected = (run(Call.of(q, view, ranking, scale=0.5), name) for name in ("triton", "reference"))
             assert got.backend == "triton"
