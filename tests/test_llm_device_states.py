@@ -175,7 +175,7 @@ def test_labels_outgrow_their_room(engines, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     (own,), (batched,) = (one.generate(random_ids(60, seed=9), params, policy=BY_KEYS) for one in engines)
     same(own, batched)
-    assert own.report["decode"]["density_per_head"] < 1
+    assert own.report["decode"]["selections"].get("blocks", 0) > 0
 
 
 @pytest.mark.parametrize("policy", first_of([*LEARNING[1:3], BY_KEYS]))

@@ -143,6 +143,8 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
     k, v = torch.randn(2, 1, size * (blocks + 2), 32, generator=rng)
     q = 2 * torch.randn(3, 1, 32, generator=rng)
     if case == "light":
+        monkeypatch.setattr(progressive, "processors", lambda device: 0)  # one reader, which has seen the first blocks
+        q = q[:1] * torch.tensor([1.0, 0.9, 1.1])[:, None, None]
         k[:, : 2 * size] += 25 * q[0] / q[0].norm()
     view = KVView.from_tensors(k, v)
     truth = torch.logsumexp((q[:, 0] @ k[0].T * 0.5).unflatten(1, (-1, size)), 2)[:, 2:]
@@ -155,12 +157,12 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
             ranking = Ranking(
                 Shape.suffix(3, 1, 1, view.length), size, torch.tensor([[0, 1]], dtype=torch.int32),
                 (order + 2)[None].to(torch.int32), epsilon, microbatch, "estimate", estimates=guess[:, order],
-                margin=margin,
+                stop="mean" if case == "light" else "all", margin=margin,
             )  # fmt: skip
             got, expected = (run(Call.of(q, view, ranking, scale=0.5), name) for name in ("triton", "reference"))
             assert got.backend == "triton"
             assert torch.equal(got.used.block_mask(), expected.used.block_mask()), (microbatch, margin, epsilon)
-            torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(got.out, expected.out, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(got.coverage, expected.coverage, atol=1e-4, rtol=1e-4)
             stopped += int(expected.used.block_mask().sum()) < count + 2
         assert (stopped > 0) == (case != "few")  # one block has no deviation: the second one is read
