@@ -72,6 +72,8 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=No
         forced = {*range(low), *range(high, n)}
         if alike:
             _, shared, heavy, then = alike[-1]
+            if method.anchors == "any":  # hands on what it has, as old as that is
+                anchors.append((own, shared, heavy, then))
             gap = set(range(then + 1 - method.local, high)) if method.cover_gap else set()
             reach = () if method.follow is None else range(-method.follow, method.follow + 1)
             moved = {i + position - then + o for i in heavy for o in reach}
@@ -102,6 +104,10 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=No
         {"follow": 0},
         {"follow": 2, "m": 5, "cover_gap": False},
         {"follow": 1, "unit": "kv_head", "s": 30},
+        {"anchors": "any"},
+        {"anchors": "any", "tau": 0.95, "s": 30, "follow": None},
+        {"anchors": "any", "unit": "kv_head", "s": 5, "cover_gap": False},
+        {"anchors": "any", "align": "position", "s": 6, "r": 3, "m": 4, "k": 0.15},
     ],
     ids=str,
 )
@@ -320,7 +326,7 @@ def test_within_a_window_it_retrieves_what_is_visible(tiny_llama):
     "options",
     [
         {"tau": 1.5}, {"s": 0}, {"k": 0}, {"k": 2.5}, {"sinks": -1}, {"local": 0},
-        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"}, {"follow": -1},
+        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"}, {"follow": -1}, {"anchors": "all"},
     ],
 )  # fmt: skip
 def test_bad_options(options):

@@ -9,7 +9,8 @@ from helpers import generator
 from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.sharing import keep, share
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_shared_sets_follow_their_definition(best, reach, dtype):
         read, weights = retrieved(length, (40, 1, 60, 0), seed=number)
         anchors.has[number], anchors.positions[number] = has, length - 1
         anchors.first, anchors.count = n - 1, number + 1
-        triton_sharing.keep(anchors, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        triton_sharing.keep(anchors, number, anchors.has[number], read, weights, (SINKS, length - LOCAL), best, reach)
         sets.append(expected_sets(read, weights, has, length, best, reach))
     for axis, spread, cover in ((0, 0.0, True), (1, 0.5, True), (2, 0.5, False), (1, 1.0, True), (5, 0.0, True)):
         q = torch.zeros(HEADS, DIM, dtype=dtype)
@@ -52,7 +53,7 @@ def test_the_most_recent_of_several_counts():
         triton_sharing.share(anchors, q, 0.8, LOCAL, 100 + number, False)
         read, weights = retrieved(100 + number, (20, 20, 20, 20), seed=number)
         anchors.has[number], anchors.positions[number], anchors.count = True, 99 + number, number + 1
-        triton_sharing.keep(anchors, number, read, weights, (SINKS, 100 - LOCAL), 0, 0)
+        triton_sharing.keep(anchors, number, anchors.has[number], read, weights, (SINKS, 100 - LOCAL), 0, 0)
     anchors.reserve()
     offsets, keys, _ = triton_sharing.share(anchors, q, 0.8, LOCAL, 110, False)
     for unit, keys_read in enumerate(read.lists()):
@@ -76,7 +77,7 @@ def test_the_best_keys_move_along_as_on_a_cpu(best, reach, follow, cover):
         keep(host, read, weights, has, length - 1, (SINKS, length - LOCAL), best, reach)
         device.has[number], device.positions[number] = has, length - 1
         device.first, device.count = host.first, number + 1
-        triton_sharing.keep(device, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        triton_sharing.keep(device, number, device.has[number], read, weights, (SINKS, length - LOCAL), best, reach)
         assert torch.equal(device.moving[number][has], host.moving[number][has])
     for axis, length in ((0, 206), (1, 209), (2, 230), (5, 230)):
         q = torch.zeros(HEADS, DIM)
