@@ -40,6 +40,8 @@ SHARING += [
 SHARING += [
     f"{CIS})+psaw(start_layer=1, block_size=16, local=8)",
     f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)",
+    f"{CIS[:-1]}3, anchors=any)",
+    f"{CIS[:-1]}3, unit=kv_head, s=4, anchors=any)",
 ]
 LFPS = "lfps(k=30, least=1"
 FORESEEN = [
@@ -92,7 +94,7 @@ def same(own, batched) -> None:
 
 
 EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
-QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1]}
+QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], SHARING[-1], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1]}
 
 
 def first_of(policies: list[str], count: int = 1) -> list:

@@ -10,8 +10,8 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
 from saccade.kv.view import KVView
 from saccade.methods.cis import CIS, triton_one_launch
-from saccade.methods.cis.recorded import _parts
 from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.recorded import _parts
 from saccade.methods.cis.sharing import keep, leave_out, share
 from saccade.methods.cis.triton_keeping import list_and_keep
 from saccade.ops import Call, run
@@ -69,7 +69,8 @@ class Step:
                 continue
             numbers = (
                 start, method.s, False, method.k, method.sinks, method.local, method.r,
-                -1 if method.m is None else method.m, -1 if method.follow is None else method.follow, method.cover_gap, method.chains,
+                -1 if method.m is None else method.m, -1 if method.follow is None else method.follow, method.cover_gap,
+                method.chains,
                 *(part.data_ptr() for part in _parts(own)), own.capacity, own.most,
             )  # fmt: skip
             words[row, : len(numbers)] = torch.tensor([int(number) for number in numbers])

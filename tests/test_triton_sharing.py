@@ -88,3 +88,41 @@ def test_the_best_keys_move_along_as_on_a_cpu(best, reach, follow, cover):
         assert torch.equal(searching, wanted[2])
         assert torch.equal(offsets, wanted[0])
         assert torch.equal(keys[: int(offsets[-1])], wanted[1])
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (9, torch.float16)])
+def test_what_is_passed_on_is_passed_on_as_on_a_cpu(most, dtype):
+    """Queries of every unit wander by themselves; who resembles none of those before it retrieves, all others pass on
+    what they share. What is shared, by whom it was retrieved, and what a step without passing on makes of that."""
+    host, device = (Anchors.empty(UNITS, 2 * DIM, capacity=200, most=most) for _ in range(2))
+    rng, moves, passed = generator(5), (1, SINKS), 0
+    q = torch.randn(HEADS, DIM, generator=rng)
+    for number in range(9):
+        length = 150 + number
+        turns = torch.rand(UNITS, generator=rng).repeat_interleave(HEADS // UNITS)[:, None] < 0.15
+        q = torch.where(
+            turns, torch.randn(HEADS, DIM, generator=rng), q + 0.45 * torch.randn(HEADS, DIM, generator=rng)
+        )
+        asked = q.to(dtype)
+        for passes_on in (False, True):
+            device.reserve()
+            offsets, keys, searching = triton_sharing.share(
+                device, asked, 0.8, LOCAL, length, True, moves, passes_on=passes_on
+            )
+            wanted = share(host, asked, 0.8, LOCAL, length, True, moves, passes_on=passes_on)
+            assert torch.equal(searching, wanted[2])
+            assert torch.equal(offsets, wanted[0])
+            assert torch.equal(keys[: int(offsets[-1])], wanted[1])
+        assert torch.equal(device.counts[number], host.counts[number])
+        passed += int((host.counts[number] < 0).sum())
+        own = host.counts[number].clone()
+        read, weights = retrieved(length, (20, 3, 30, 9), seed=number)
+        where = (SINKS, length - LOCAL), 5, 1
+        keep(host, read, weights, searching, length - 1, *where, passes_on=True)
+        triton_sharing.keep(device, number, searching, read, weights, *where)
+        assert torch.equal(host.counts[number][~searching], own[~searching])
+        device.counts[number] = torch.where(searching, device.counts[number], own)
+        assert torch.equal(device.counts[number], host.counts[number])
+        device.has[number], device.positions[number] = True, length - 1
+        device.first, device.count = host.first, number + 1
+    assert UNITS < passed < 8 * UNITS

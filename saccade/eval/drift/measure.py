@@ -31,8 +31,8 @@ OFF_MEAN, OFF_STEP, RARE, OFF_ANY = 0.02, 0.05, 0.001, 0.3
 
 def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: bool = True) -> tuple[Tensor, dict]:
     """Prefill a passage's context and force its other tokens as decode steps, under ``policy``. Returns logits fp32
-    [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, shares of searches, and
-    with ``weights`` the weight kept), ``coverage`` and ``notes``. RequestError where the run fails."""
+    [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, the share of searches,
+    and with ``weights`` the weight kept), ``coverage`` and ``notes``. RequestError where the run fails."""
     ids, context = list(passage.ids[:-1]), passage.context
     logits = torch.empty(passage.steps, llm.model.spec.vocab_size)
     seen = torch.zeros(passage.steps, dtype=torch.bool)

@@ -23,9 +23,10 @@ class Anchors(MethodState):
     ``directions`` fp32 [room, units, channels], of length 1; ``has`` bool [room, units]: which units may be taken over
     from; ``counts`` int32 [room, units]; ``keys`` int32 [room, units, capacity], rising, of which the first ``counts``
     are shared. A unit that shared and passes on what it had (``anchors=any``) has no list of its own: its count is
-    -1 - a, where a is the anchor that retrieved. ``positions`` int64 [room]: where the queries stand, the first of them at ``first``. ``moving`` int32 [room,
-    units, most], rising: the best of the keys each retrieved, the rest behind every position; ``most`` is 0 where none
-    are to move along with the steps. The place behind the last anchor holds the query at hand.
+    -1 - a, where a is the number of the anchor that retrieved. ``positions`` int64 [room]: where the queries stand, the
+    first of them at ``first``. ``moving`` int32 [room, units, most], rising: the best of the keys each retrieved, the
+    rest behind every position; ``most`` is 0 where none are to move along with the steps. The place behind the last
+    anchor holds the query at hand.
     """
 
     directions: Tensor
@@ -111,8 +112,7 @@ class Anchors(MethodState):
         self.moving = pad(self.moving, (0, max(0, most - self.most)), value=NONE)
 
     def add(self, position: int) -> None:
-        """Make the query at hand, at ``position``, the latest anchor: who may be taken over from, and what is shared, is
-        written."""
+        """Make the query at hand, at ``position``, the latest anchor, of which all else is written."""
         self.positions[self.count] = position
         self.first = position if self.count == 0 else self.first
         self.count += 1

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from saccade.methods.cis.recorded import AHEAD, SharedKeys
 from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.host_passing import Passing
+from saccade.methods.cis.recorded import AHEAD, SharedKeys
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.ops.cpu_readings import Shared

@@ -33,9 +33,9 @@ from torch import Tensor
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.borrowed import Borrowed
+from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
-from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.sharing import keep, leave_out, pass_on, share
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.fitting import Fitting, Sizes
@@ -74,9 +74,10 @@ class CIS(Method):
     read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
     set. Who shares also reads where the steps since would have moved those best keys, and up to ``follow`` away: a copy
     looks one key further at every step (none: the paper, whose sets stay where they are). Cosines are those of rotated
-    queries (``by``: see the module). ``anchors``: whose keys are shared, of those that ``retrieved`` alone, or of ``any`` query,
-    which passes on what it shared itself. ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated
-    queries, and ranks keys by the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    queries (``by``: see the module). ``anchors`` says whose keys are shared: of those that ``retrieved`` alone, or of
+    ``any`` query, which passes on what it shared itself. ``unit="kv_head"`` decides for whole groups, by the cosine of
+    their concatenated queries, and ranks keys by the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves
+    at every step.
     """
 
     name: ClassVar[str] = "cis"

@@ -209,8 +209,8 @@ def _choose(
         if chooses:
             tau = tl.load(reals).to(tl.float32)
             found, position, size = resembled(
-                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_ANY, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS, D,
-                1, D_PAD, GROUP, PLACES,
+                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_ANY, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS,
+                D, 1, D_PAD, GROUP, PLACES,
             )  # fmt: skip
     if WAIT == 1:
         begin(EARLY)

@@ -91,8 +91,8 @@ def keep(
     best: int,
     reach: int,
 ) -> None:
-    """The lists of anchor ``at``, of the units that are ``searching`` (bool [units]): see ``sharing.keep``. ``read`` has
-    a list for each of its units."""
+    """The lists of anchor ``at``, of the units that are ``searching`` (bool [units]): see ``sharing.keep``. ``read``
+    has a list for each of its units."""
     anchors.check()
     units, weights = anchors.units, rows(weights)
     offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
