@@ -180,7 +180,7 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, op
             assert chosen.searches[row].sum() == searches
             both |= (searches > 0) + 2 * (searches < heads)
             own, reference = steps.own[row], steps.reference[row]
-            kept = searches or (method.chains and not method.reads_all(start + step + 1))
+            kept = searches or (method.chains and not method.too_short(start + step + 1))
             assert torch.equal(own.has[step], reference.has[step] if kept else torch.zeros_like(own.has[step]))
             for head in own.has[step].nonzero().flatten().tolist():
                 size = int(own.counts[step, head])

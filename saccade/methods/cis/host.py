@@ -86,7 +86,7 @@ class HostAnchors(HostState):
 
     def reads(self, length: int, window: WindowMethod | None = None) -> Shared | None:
         method, best = self._method, self._method.budget(length)
-        if method.reads_all(length):
+        if method.too_short(length):
             return None
         self._chosen_for = length
         self._begin(length)

@@ -125,7 +125,7 @@ class CIS(Method):
         """How many of ``keys`` keys a query retrieves."""
         return int(self.k) if self.k >= 1 else max(1, math.ceil(round(self.k * keys, 9)))
 
-    def reads_all(self, keys: int) -> bool:
+    def too_short(self, keys: int) -> bool:
         """Whether a context of so many keys is too short to leave any out."""
         return keys <= self.sinks + self.budget(keys) + self.local
 
@@ -141,7 +141,7 @@ class CIS(Method):
         shape, n = query.shape, query.shape.k_len
         k = self.budget(n)
         state.fresh = None
-        if self.reads_all(n):
+        if self.too_short(n):
             return Dense(shape)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
         asked = self._asked(query, units)
@@ -182,7 +182,7 @@ class CIS(Method):
             return None
         n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
         best = self.budget(n)
-        if not self.reads_all(n) and anchors is not None and anchors.count and anchors.of(*asked.shape):
+        if not self.too_short(n) and anchors is not None and anchors.count and anchors.of(*asked.shape):
             direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
             cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
             alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
@@ -231,7 +231,7 @@ class CIS(Method):
         searching, anchors = state.fresh, state.anchors
         state.fresh = None
         n = query.shape.k_len
-        if anchors is None or not isinstance(selection, Tokens) or self.reads_all(n):
+        if anchors is None or not isinstance(selection, Tokens) or self.too_short(n):
             return
         if searching is None:
             if self.chains:

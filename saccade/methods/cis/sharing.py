@@ -62,8 +62,8 @@ def share(
         anchors.counts[anchors.count] = (-1 - whose).masked_fill(searching, 0)
     if in_kernel:  # it takes whatever list is left to each unit: that of the one that retrieved
         numbers = torch.arange(len(anchors.positions), device=device)[:, None]
-        left = replace(anchors, has=(numbers == whose) & ~searching)
-        return _share_in_kernel(left, q, ALL_ALIKE, local, length, cover_gap, moves)
+        named = replace(anchors, has=(numbers == whose) & ~searching)
+        return _share_in_kernel(named, q, ALL_ALIKE, local, length, cover_gap, moves)
     keys = anchors.keys[whose, unit]
     listed = torch.arange(anchors.capacity, device=device) < anchors.counts[whose, unit][:, None]
     if cover_gap:
