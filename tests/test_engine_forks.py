@@ -14,6 +14,7 @@ POLICIES = (
     "topk(k=24)",
     "lfps(k=16, blocks=2, least=16)",
     "cis(k=16, sinks=2, local=8)",
+    "cis(k=16, sinks=2, local=8, tau=0.3, anchors=any)",
     "snapkv(capacity=80)",
     "h2o(budget=48)",
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+loopserve",

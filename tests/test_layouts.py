@@ -11,7 +11,8 @@ from layout_helpers import LAYOUTS, agrees, laid, sliced, spread
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.sharing import keep, share
 from saccade.methods.lfps import tables as lfps
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
 from saccade.methods.lfps.tables import ScoreTables, join_blocks, learn

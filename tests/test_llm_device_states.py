@@ -41,6 +41,8 @@ SHARING += [
 SHARING += [
     f"{CIS})+psaw(start_layer=1, block_size=16, local=8)",
     f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)",
+    f"{CIS[:-1]}3, anchors=any)",
+    f"{CIS[:-1]}3, unit=kv_head, s=4, anchors=any)",
 ]
 LFPS = "lfps(k=30, least=1"
 FORESEEN = [

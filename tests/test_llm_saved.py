@@ -33,6 +33,7 @@ POLICIES = (
     # States of other widths, and states within states.
     "cis(k=16, sinks=2, local=8, unit=kv_head, by=key)",
     "cis(k=16, sinks=2, local=8, by=hidden)",
+    "cis(k=16, sinks=2, local=8, tau=0.3, anchors=any)",
     "auto(least=1, method=lfps)",
     "lossless(draft=h2o(budget=32), tokens=2)",
     "psa(epsilon=0.4, block_size=16, microbatch=1, rank=keys, rest=estimate)",

@@ -12,14 +12,17 @@ from helpers import Planted, generator, planted_heads
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.errors import PolicyError
+from saccade.errors import PolicyError, SaccadeError
 from saccade.eval.facts import is_correct, make_facts, plant
 from saccade.eval.prose import generate
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.fitting import Sizes
 from saccade.methods.policy import Policy
 from saccade.methods.prehoc import PSAW
+from saccade.methods.state import check, load, save
 from saccade.ops import Call, cpu, run
 from saccade.selection import Dense, cut
 
@@ -72,6 +75,8 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=No
         forced = {*range(low), *range(high, n)}
         if alike:
             _, shared, heavy, then = alike[-1]
+            if method.anchors == "any":  # hands on what it has, as old as that is
+                anchors.append((own, shared, heavy, then))
             gap = set(range(then + 1 - method.local, high)) if method.cover_gap else set()
             reach = () if method.follow is None else range(-method.follow, method.follow + 1)
             moved = {i + position - then + o for i in heavy for o in reach}
@@ -102,6 +107,10 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=No
         {"follow": 0},
         {"follow": 2, "m": 5, "cover_gap": False},
         {"follow": 1, "unit": "kv_head", "s": 30},
+        {"anchors": "any"},
+        {"anchors": "any", "tau": 0.95, "s": 30, "follow": None},
+        {"anchors": "any", "unit": "kv_head", "s": 5, "cover_gap": False},
+        {"anchors": "any", "align": "position", "s": 6, "r": 3, "m": 4, "k": 0.15},
     ],
     ids=str,
 )
@@ -177,16 +186,78 @@ def test_each_block_retrieves_once_at_least(s):
             assert sum(searches) == 4 * 4
 
 
-def test_sharing_is_with_who_retrieved_alone():
-    """A query turns away by small steps: each is like the one before, soon unlike the anchor. There are no chains."""
+@pytest.mark.parametrize("anchors", ["retrieved", "any"])
+def test_chains_of_likeness(anchors):
+    """A query turns away by small steps: each is like the one before, soon unlike who retrieved."""
     q, k, v = planted_heads(1, 1, 170, 32, 0, PATTERN)
     angle = 0.3
     for step in range(10):
         q[0, 160 + step] = 0.0
         q[0, 160 + step, 5], q[0, 160 + step, 6] = math.cos(step * angle), math.sin(step * angle)
-    method = CIS(k=20, sinks=4, local=6, tau=0.8)  # arccos 0.8 = 0.64: two steps away is alike, three are not
+    # arccos 0.8 = 0.64: two steps away is alike, three are not
+    method = CIS(k=20, sinks=4, local=6, tau=0.8, s=9, anchors=anchors)
     searches = [query.cost.searches for _, query, _, _ in steps(method, q, KVView.from_tensors(k, v), 160)]
-    assert searches == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert searches == ([1, 0, 0, 1, 0, 0, 1, 0, 0, 1] if anchors == "retrieved" else [1, *[0] * 8, 1])
+
+
+@pytest.mark.parametrize("anchors", ["retrieved", "any"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_cosines_that_tie(anchors, kernels, monkeypatch):
+    """Queries along axes and halfway between four of them: cosines of 1, 0 and just tau, which is not above it. Of
+    several that are alike the latest counts."""
+    if not kernels:
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    q, k, view = stream(170, 130, seed=6)
+    along = torch.eye(32)
+    along[8:16] = along[:4].sum(0)  # cosine 0.5 with each of the four
+    along[9] = along[:8].sum(0) + 3 * along[2]  # rational, but rounded
+    which = torch.randint(0, 12, (4, 40), generator=generator(7)) % torch.tensor([12, 10, 4, 1])[:, None]
+    q[:, 130:] = along[which] * 4
+    method = CIS(k=20, sinks=4, local=6, s=11, tau=0.5, anchors=anchors)
+    expected = [list(expected_reads(method, q, k, 130, [u])) for u in range(4)]
+    for at, (_, query, _, used) in enumerate(steps(method, q, view, 130)):
+        assert [set(chosen.tolist()) for chosen in used.lists()] == [one[at][0] for one in expected]
+        assert query.cost.searches == sum(one[at][1] for one in expected)
+
+
+@pytest.mark.parametrize("turn", [4, 11])
+def test_a_copy_of_the_state_goes_on_from_where_it_was(turn):
+    """Chains go back and fork: a copy, saved and loaded, that is fed other queries reads what the definition says of
+    those, and the original what it says of its own."""
+    method = CIS(k=20, sinks=4, local=6, s=8, tau=0.7, anchors="any")
+    q, k, view = stream(150, 130, seed=8)
+    other = q.clone()
+    other[:, 130 + turn :] = q[:, 130 + turn :].flip(0)
+    kept, runs = None, {}
+    for name, queries in (("own", q), ("other", other)):
+        state, first = (method.begin(Chunk.of(q[:, :130], view.upto(130))), 130) if kept is None else (kept, 130 + turn)
+        expected = [list(expected_reads(method, queries, k, 130, [u])) for u in range(4)]
+        for position in range(first, 150):
+            if kept is None and position == 130 + turn:
+                fields, data = save(state)
+                kept = load(fields, data)
+                check(kept, Sizes(1, 4, 2, 32, position, torch.float32))
+            query = Query.of(queries[:, position : position + 1], view.upto(position + 1), step=position - 130)
+            ran = run(Call.of(query.q, query.kv, method.select_decode(query, state), want_weights=True), "reference")
+            method.observe(query, ran.used, ran.weights, state)
+            lists = [set(chosen.tolist()) for chosen in ran.used.lists()]
+            assert lists == [one[position - 130][0] for one in expected]
+        runs[name] = state.anchors.counts[: state.anchors.count]
+    assert bool((runs["own"] < 0).any())
+    assert not torch.equal(runs["own"], runs["other"])
+
+
+@pytest.mark.parametrize("crafted", [5, -2, -7, -100])
+def test_crafted_chains_are_refused(crafted):
+    """A unit passes on what an earlier one retrieved, and nothing else."""
+    anchors = Anchors.empty(2, 16, 4)
+    anchors.reserve(4)
+    anchors.count, anchors.has[:3] = 3, True
+    anchors.counts[1] = -1
+    check(anchors, Sizes(1, 2, 1, 16, 50, torch.float32))
+    anchors.counts[2, 1] = crafted  # longer than its list; of one that passes on; of itself and later; of none
+    with pytest.raises(SaccadeError, match="Anchors"):
+        check(anchors, Sizes(1, 2, 1, 16, 50, torch.float32))
 
 
 def test_what_leaves_the_window_stays_covered():
@@ -320,7 +391,7 @@ def test_within_a_window_it_retrieves_what_is_visible(tiny_llama):
     "options",
     [
         {"tau": 1.5}, {"s": 0}, {"k": 0}, {"k": 2.5}, {"sinks": -1}, {"local": 0},
-        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"}, {"follow": -1},
+        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"}, {"follow": -1}, {"anchors": "all"},
     ],
 )  # fmt: skip
 def test_bad_options(options):

@@ -9,7 +9,8 @@ import torch
 from helpers import generator
 
 from saccade.kv.view import KVView
-from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.sharing import keep, share
 from saccade.ops import Call, cpu, run
 from saccade.selection import Candidates, Cone, Shape, Tokens, cut
 

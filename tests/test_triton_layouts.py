@@ -14,7 +14,7 @@ from layout_helpers import agrees, laid, sliced, spread
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors
+from saccade.methods.cis.anchors import Anchors
 from saccade.methods.flexprefill import triton_blocks, triton_pooled, triton_shares
 from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.lfps import triton_stand_ins, triton_tables
@@ -227,7 +227,7 @@ def test_cis():
         anchors.reserve()
         triton_sharing.share(anchors, q, 0.8, 20, N, True)
         anchors.has[0], anchors.positions[0], anchors.count, anchors.first = True, N - 1, 1, N - 1
-        triton_sharing.keep(anchors, 0, lists, weights, (4, N - 20), 3, 1)
+        triton_sharing.keep(anchors, 0, anchors.has[0], lists, weights, (4, N - 20), 3, 1)
         anchors.reserve()
         offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, 20, N + 3, True)
         return offsets, keys[: int(offsets[-1])], searching, anchors.counts[0]

@@ -9,7 +9,8 @@ from helpers import generator
 from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.sharing import keep, share
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_shared_sets_follow_their_definition(best, reach, dtype):
         read, weights = retrieved(length, (40, 1, 60, 0), seed=number)
         anchors.has[number], anchors.positions[number] = has, length - 1
         anchors.first, anchors.count = n - 1, number + 1
-        triton_sharing.keep(anchors, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        triton_sharing.keep(anchors, number, anchors.has[number], read, weights, (SINKS, length - LOCAL), best, reach)
         sets.append(expected_sets(read, weights, has, length, best, reach))
     for axis, spread, cover in ((0, 0.0, True), (1, 0.5, True), (2, 0.5, False), (1, 1.0, True), (5, 0.0, True)):
         q = torch.zeros(HEADS, DIM, dtype=dtype)
@@ -52,7 +53,7 @@ def test_the_most_recent_of_several_counts():
         triton_sharing.share(anchors, q, 0.8, LOCAL, 100 + number, False)
         read, weights = retrieved(100 + number, (20, 20, 20, 20), seed=number)
         anchors.has[number], anchors.positions[number], anchors.count = True, 99 + number, number + 1
-        triton_sharing.keep(anchors, number, read, weights, (SINKS, 100 - LOCAL), 0, 0)
+        triton_sharing.keep(anchors, number, anchors.has[number], read, weights, (SINKS, 100 - LOCAL), 0, 0)
     anchors.reserve()
     offsets, keys, _ = triton_sharing.share(anchors, q, 0.8, LOCAL, 110, False)
     for unit, keys_read in enumerate(read.lists()):
@@ -76,7 +77,7 @@ def test_the_best_keys_move_along_as_on_a_cpu(best, reach, follow, cover):
         keep(host, read, weights, has, length - 1, (SINKS, length - LOCAL), best, reach)
         device.has[number], device.positions[number] = has, length - 1
         device.first, device.count = host.first, number + 1
-        triton_sharing.keep(device, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        triton_sharing.keep(device, number, device.has[number], read, weights, (SINKS, length - LOCAL), best, reach)
         assert torch.equal(device.moving[number][has], host.moving[number][has])
     for axis, length in ((0, 206), (1, 209), (2, 230), (5, 230)):
         q = torch.zeros(HEADS, DIM)
@@ -87,3 +88,41 @@ def test_the_best_keys_move_along_as_on_a_cpu(best, reach, follow, cover):
         assert torch.equal(searching, wanted[2])
         assert torch.equal(offsets, wanted[0])
         assert torch.equal(keys[: int(offsets[-1])], wanted[1])
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(0, torch.float32), (9, torch.float16)])
+def test_what_is_passed_on_is_passed_on_as_on_a_cpu(most, dtype):
+    """Queries of every unit wander by themselves; who resembles none of those before it retrieves, all others pass on
+    what they share. What is shared, by whom it was retrieved, and what a step without passing on makes of that."""
+    host, device = (Anchors.empty(UNITS, 2 * DIM, capacity=200, most=most) for _ in range(2))
+    rng, moves, passed = generator(5), (1, SINKS), 0
+    q = torch.randn(HEADS, DIM, generator=rng)
+    for number in range(9):
+        length = 150 + number
+        turns = torch.rand(UNITS, generator=rng).repeat_interleave(HEADS // UNITS)[:, None] < 0.15
+        q = torch.where(
+            turns, torch.randn(HEADS, DIM, generator=rng), q + 0.45 * torch.randn(HEADS, DIM, generator=rng)
+        )
+        asked = q.to(dtype)
+        for passes_on in (False, True):
+            device.reserve()
+            offsets, keys, searching = triton_sharing.share(
+                device, asked, 0.8, LOCAL, length, True, moves, passes_on=passes_on
+            )
+            wanted = share(host, asked, 0.8, LOCAL, length, True, moves, passes_on=passes_on)
+            assert torch.equal(searching, wanted[2])
+            assert torch.equal(offsets, wanted[0])
+            assert torch.equal(keys[: int(offsets[-1])], wanted[1])
+        assert torch.equal(device.counts[number], host.counts[number])
+        passed += int((host.counts[number] < 0).sum())
+        own = host.counts[number].clone()
+        read, weights = retrieved(length, (20, 3, 30, 9), seed=number)
+        where = (SINKS, length - LOCAL), 5, 1
+        keep(host, read, weights, searching, length - 1, *where, passes_on=True)
+        triton_sharing.keep(device, number, searching, read, weights, *where)
+        assert torch.equal(host.counts[number][~searching], own[~searching])
+        device.counts[number] = torch.where(searching, device.counts[number], own)
+        assert torch.equal(device.counts[number], host.counts[number])
+        device.has[number], device.positions[number] = True, length - 1
+        device.first, device.count = host.first, number + 1
+    assert UNITS < passed < 8 * UNITS

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kv.view import KVView
 from saccade.methods.cis import CIS, triton_sharing
-from saccade.methods.cis.sharing import Anchors
+from saccade.methods.cis.anchors import Anchors
 from saccade.methods.prehoc import PSAW, depth_share
 from saccade.ops.triton import candidates, dispatch
 from saccade.ops.triton import weights as weights_of
@@ -77,7 +77,7 @@ class Case:
                 anchors.has[0].copy_(searching)
                 anchors.positions[0].fill_(n - 1)
                 middle = (method.sinks, n - method.local)
-                triton_sharing.keep(anchors, 0, read, weights, middle, method.budget(n) // 3, method.r)
+                triton_sharing.keep(anchors, 0, searching, read, weights, middle, method.budget(n) // 3, method.r)
 
         anchors.first = n - 1
         retrieving = graph_ms([lambda: step(self.q, 0)] * 2)

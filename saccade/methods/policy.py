@@ -71,9 +71,7 @@ class Policy:
         if isinstance(policy, Mapping):
             return _assign(dict(policy), shown(dict(policy)))
         if not isinstance(policy, str) or not policy.strip():
-            raise PolicyError(
-                f"a policy is text like 'flexprefill+psa', got {shown(policy)}; known: {_known()}"
-            )
+            raise PolicyError(f"a policy is text like 'flexprefill+psa', got {shown(policy)}; known: {_known()}")
         return _from_text(_readable(policy))
 
     @property

@@ -11,7 +11,8 @@ from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_s
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.sharing import keep, share
 from saccade.methods.loopserve import LoopServe, triton_rounds
 from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.methods.loopserve.rounds import cover_rounds
@@ -96,7 +97,7 @@ def test_shared_keys(best, reach):
     has = torch.tensor([True, True, False, True])
     read, weights = retrieved(n, (40, 1, 60, 0), seed=1)
     anchors.has[0], anchors.positions[0], anchors.first, anchors.count = has.cuda(), n - 1, n - 1, 1
-    triton_sharing.keep(anchors, 0, read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
+    triton_sharing.keep(anchors, 0, anchors.has[0], read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
     anchors.reserve()
     for _ in range(10):
         offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, LOCAL, n + 5, True)

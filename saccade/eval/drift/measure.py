@@ -31,8 +31,8 @@ OFF_MEAN, OFF_STEP, RARE, OFF_ANY = 0.02, 0.05, 0.001, 0.3
 
 def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: bool = True) -> tuple[Tensor, dict]:
     """Prefill a passage's context and force its other tokens as decode steps, under ``policy``. Returns logits fp32
-    [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, and with ``weights``
-    the weight kept), ``coverage_estimated`` and ``notes``. RequestError where the run fails."""
+    [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, the share of searches,
+    and with ``weights`` the weight kept), ``coverage_estimated`` and ``notes``. RequestError where the run fails."""
     ids, context = list(passage.ids[:-1]), passage.context
     logits = torch.empty(passage.steps, llm.model.spec.vocab_size)
     seen = torch.zeros(passage.steps, dtype=torch.bool)
@@ -102,6 +102,7 @@ def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) ->
             "density": 1.0 if dense else counts["density"],
             "reads": 1.0 if dense else (counts["keys_attended"] + counts["keys_scored"] / 2) / causal,
             "kept": None if measured is None else measured.as_dict(),
+            "search_ratio": counts["search_ratio"],
         }
         if phase == "decode" and counts["coverage_estimated"] is not None:
             found["coverage_estimated"] = said = {

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.host_passing import Passing
 from saccade.methods.cis.recorded import AHEAD, SharedKeys
-from saccade.methods.cis.sharing import Anchors
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.ops.cpu_readings import Shared
@@ -41,7 +42,13 @@ class HostAnchors(HostState):
         self._window = torch.zeros(layers, 2, dtype=torch.int64, device="cpu")
         self._cones: tuple[WindowMethod | None, list[Cone | None]] = None, [None] * layers
         self._plans: tuple[DevicePlan, DevicePlan] | None = None
+        self._chosen_for = 0  # keys that the row of the step at hand sees, if it leaves some out
+        self._passing: Passing | None = None
+        self._copies = method.chains or any(own.passes_on() for own in self._anchors)
         self._make_room(opening.length)
+        if self._copies:
+            self._passing = Passing(self._anchors, method.local, method.cover_gap)
+            self._counts[:] = self._anchors[0].count
         super().__init__(opening)
 
     @classmethod
@@ -79,8 +86,9 @@ class HostAnchors(HostState):
 
     def reads(self, length: int, window: WindowMethod | None = None) -> Shared | None:
         method, best = self._method, self._method.budget(length)
-        if length <= method.sinks + best + method.local:
+        if method.too_short(length):
             return None
+        self._chosen_for = length
         self._begin(length)
         self._look_through(window, length)
         keys = native.SharedKeys(
@@ -102,11 +110,23 @@ class HostAnchors(HostState):
         self.lay_out()
 
     @torch.inference_mode()
+    def done(self, length: int) -> None:
+        if self._method.chains and self._passing is not None and self._chosen_for == length:
+            at = self._anchors[0].count
+            self._passing.add(at, length - 1, self._method.tau, self._counts > at)
+            self._counts[:] = at + 1
+            self._take_counts()
+        super().done(length)
+
+    @torch.inference_mode()
     def settle(self, length: int) -> list[CISState]:
-        self._take_counts()
+        if not self._method.chains:
+            self._take_counts()
         for state, own in zip(self.states, self._anchors):
             state.block, state.anchors, state.fresh = self._block, own, None
             own.first = int(own.positions[0]) if own.count else own.first
+        if self._passing is not None:
+            self._passing.settle()
         return self.states
 
     def _begin(self, length: int) -> None:
@@ -116,11 +136,13 @@ class HostAnchors(HostState):
         if block != self._block:
             self._block = block
             self._counts.zero_()
+            self._take_counts()
+            if self._passing is not None:
+                self._passing.forget()
         elif int(self._counts.max()) >= min(len(own.positions) for own in self._anchors):
             with torch.inference_mode():
                 self._take_counts()
-                for own in self._anchors:
-                    own.reserve()
+                self._reserve()
             self.lay_out()
 
     def _look_through(self, window: WindowMethod | None, length: int) -> None:
@@ -140,6 +162,14 @@ class HostAnchors(HostState):
     def _make_room(self, length: int) -> None:
         self.room = length + AHEAD
         capacity, most = self._method.room(self.room)
+        if self._copies:  # they take in what leaves the window within a block
+            capacity = min(self.room, capacity + self._method.s)
         for own in self._anchors:
             own.widen(capacity, most)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        for own in self._anchors:
             own.reserve()
+        if self._passing is not None:
+            self._passing.stack()

@@ -4,7 +4,9 @@ Decode steps come in blocks. A query whose cosine with an earlier retrieving que
 that one's keys and their neighbours; any other retrieves, by exact top-k. With a window (``psaw``) and a freeze
 (``etf``) this is CPE. Choices where the paper is silent or errs:
 
-* only queries that retrieved are shared with, so that neither drift nor dilation adds up;
+* ``anchors``: the paper shares with "an earlier query". ``any`` shares with whatever query came before, which passes on
+  what it had itself: likeness may drift away along a chain of steps until the block ends, but keys stay those of the
+  query that retrieved, so neither gaps nor dilation add up. ``retrieved`` shares with queries that retrieved alone;
 * the retrieving query itself reads its exact top-k; those who share read the dilated set;
 * ``cover_gap``: keys that were local when the set was retrieved and have left the window since are read as well;
   without it, as printed, they are in neither set;
@@ -31,9 +33,10 @@ from torch import Tensor
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.borrowed import Borrowed
+from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
-from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
+from saccade.methods.cis.sharing import keep, leave_out, pass_on, share
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.host_state import HostState
@@ -71,8 +74,10 @@ class CIS(Method):
     read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
     set. Who shares also reads where the steps since would have moved those best keys, and up to ``follow`` away: a copy
     looks one key further at every step (none: the paper, whose sets stay where they are). Cosines are those of rotated
-    queries (``by``: see the module). ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated
-    queries, and ranks keys by the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    queries (``by``: see the module). ``anchors`` says whose keys are shared: of those that ``retrieved`` alone, or of
+    ``any`` query, which passes on what it shared itself. ``unit="kv_head"`` decides for whole groups, by the cosine of
+    their concatenated queries, and ranks keys by the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves
+    at every step.
     """
 
     name: ClassVar[str] = "cis"
@@ -92,6 +97,7 @@ class CIS(Method):
     align: str = "step"
     follow: int | None = 2
     by: str = "query"
+    anchors: str = "retrieved"
 
     def __post_init__(self) -> None:
         require_number("tau", self.tau, -1.0, 1.0)
@@ -109,6 +115,7 @@ class CIS(Method):
         require_choice("cover_gap", self.cover_gap, (False, True))
         require_choice("align", self.align, ("step", "position"))
         require_choice("by", self.by, ("query", "key", "hidden"))
+        require_choice("anchors", self.anchors, ("any", "retrieved"))
 
     @property
     def looks_at_inputs(self) -> bool:
@@ -118,6 +125,15 @@ class CIS(Method):
         """How many of ``keys`` keys a query retrieves."""
         return int(self.k) if self.k >= 1 else max(1, math.ceil(round(self.k * keys, 9)))
 
+    def too_short(self, keys: int) -> bool:
+        """Whether a context of so many keys is too short to leave any out."""
+        return keys <= self.sinks + self.budget(keys) + self.local
+
+    @property
+    def chains(self) -> bool:
+        """Whether queries that shared are shared with."""
+        return self.anchors == "any"
+
     def begin(self, segment: Chunk) -> CISState:
         return CISState()
 
@@ -125,13 +141,14 @@ class CIS(Method):
         shape, n = query.shape, query.shape.k_len
         k = self.budget(n)
         state.fresh = None
-        if n <= self.sinks + k + self.local:
+        if self.too_short(n):
             return Dense(shape)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
         asked = self._asked(query, units)
         anchors = self._anchors(query, state, units, asked.numel() // units)
         moves = self.follow or 0, self.sinks  # nothing moves where the anchors remember no best keys
-        offsets, shared, searching = share(anchors, asked, self.tau, self.local, n, self.cover_gap, moves)
+        how = self.tau, self.local, n, self.cover_gap, moves, self.chains
+        offsets, shared, searching = share(anchors, asked, *how)
         query.cost.estimated += anchors.count
         if _late(query):  # only the device knows who searches, and asking would make the host wait
             share_of = searching.double().mean()
@@ -165,12 +182,12 @@ class CIS(Method):
             return None
         n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
         best = self.budget(n)
-        if n > self.sinks + best + self.local and anchors is not None and anchors.count and anchors.of(*asked.shape):
+        if not self.too_short(n) and anchors is not None and anchors.count and anchors.of(*asked.shape):
             direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
             cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
             alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
             numbers = torch.arange(anchors.count, device=asked.device)[:, None]
-            whose = torch.where(alike, numbers, -1).amax(0).clamp(min=0)
+            whose = anchors.retrieving(torch.where(alike, numbers, -1).amax(0).clamp(min=0))
             theirs = anchors.directions[whose, torch.arange(len(asked), device=asked.device)]
             nearest = (asked * theirs).sum(-1, keepdim=True).clamp(min=0) * theirs
             asked = nearest if state.fresh is None else torch.where(state.fresh[:, None], asked, nearest)
@@ -213,10 +230,17 @@ class CIS(Method):
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors
         state.fresh = None
-        if searching is None or anchors is None or not isinstance(selection, Tokens) or weights is None:
-            return
         n = query.shape.k_len
-        keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self.spread(n), self.r)
+        if anchors is None or not isinstance(selection, Tokens) or self.too_short(n):
+            return
+        if searching is None:
+            if self.chains:
+                pass_on(anchors, n - 1)
+            return
+        if weights is None:
+            return
+        middle, best = (self.sinks, n - self.local), self.spread(n)
+        keep(anchors, selection, weights, searching, n - 1, middle, best, self.r, passes_on=self.chains)
         if query.window is not None:
             leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))
 

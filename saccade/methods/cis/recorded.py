@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from saccade.methods.cis.sharing import Anchors
+from saccade.methods.cis.anchors import PARTS, Anchors
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.selection.plan import Known, OwnReading, PlanSpec, bucket
 
@@ -118,7 +118,7 @@ class RecordedAnchors(DeviceState):
         return (
             self._turn, method.s, method.align == "position", int(method.k) if method.k >= 1 else 0, method.sinks,
             method.local, method.r, -1 if method.m is None else method.m,
-            -1 if method.follow is None else method.follow, method.cover_gap,
+            -1 if method.follow is None else method.follow, method.cover_gap, method.chains,
             *(one.data_ptr() for one in _parts(own)), own.capacity, own.most,
         )  # fmt: skip
 
@@ -179,6 +179,4 @@ def _joined(parts: Sequence[Tensor]) -> Anchors:
 
 def _parts(anchors: Anchors) -> tuple[Tensor, ...]:
     """As the kernels' words name them."""
-    return (
-        anchors.directions, anchors.has, anchors.counts, anchors.keys, anchors.positions, anchors.moving
-    )  # fmt: skip
+    return tuple(getattr(anchors, name) for name in PARTS)

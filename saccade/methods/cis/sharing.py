@@ -5,109 +5,19 @@ The functions here are the meaning; the C++ kernels do the same where they can.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from saccade.errors import SaccadeError
-from saccade.methods.fitting import Fitting, Sizes
-from saccade.methods.state import MethodState
+from saccade.methods.cis.anchors import NONE, Anchors
 from saccade.ops import cpu, triton
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.layout import flat, rows
 from saccade.selection import Tokens
 from saccade.selection.csr import offsets_of
 
-CPU = torch.device("cpu")
-_NONE = torch.iinfo(torch.int32).max  # behind every position
-
-
-@dataclass
-class Anchors(MethodState):
-    """The queries of one block of steps that retrieved, ``count`` of them, oldest first, and what they share.
-
-    ``directions`` fp32 [room, units, channels], of length 1; ``has`` bool [room, units]: which units retrieved;
-    ``counts`` int32 [room, units]; ``keys`` int32 [room, units, capacity], rising, of which the first ``counts`` are
-    shared; ``positions`` int64 [room]: where the queries stand, the first of them at ``first``. ``moving`` int32 [room,
-    units, most], rising: the best of the keys each retrieved, the rest behind every position; ``most`` is 0 where none
-    are to move along with the steps. The place behind the last anchor holds the query at hand.
-    """
-
-    directions: Tensor
-    has: Tensor
-    counts: Tensor
-    keys: Tensor
-    positions: Tensor
-    moving: Tensor
-    count: int = 0
-    first: int = 0
-
-    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
-        """See MethodState."""
-        directions = fitting.tensor("directions", self.directions, torch.float32, None, sizes.units, None)
-        room, units, channels = directions.shape
-        fitting.require(channels > 0, "has directions of no channels")  # how many is the method's: see of()
-        fitting.tensor("has", self.has, torch.bool, room, units)
-        keys = fitting.tensor("keys", self.keys, torch.int32, room, units, None)
-        counts = fitting.tensor("counts", self.counts, torch.int32, room, units)
-        fitting.within("counts", counts, 0, keys.shape[2])
-        shared = torch.arange(keys.shape[2], device=keys.device) < counts[..., None]
-        fitting.within("keys", keys[shared], 0, sizes.length - 1)
-        positions = fitting.tensor("positions", self.positions, torch.int64, room)
-        fitting.within("positions", positions, 0, sizes.length)
-        fitting.within("moving", fitting.tensor("moving", self.moving, torch.int32, room, units, None), 0, 2**31 - 1)
-        fitting.within("count", self.count, 0, room)
-        fitting.within("first", self.first, 0, sizes.length)
-
-    @classmethod
-    def empty(cls, units: int, channels: int, capacity: int = 0, most: int = 0, device: torch.device = CPU) -> Anchors:
-        """Room for one, on ``device``; lists hold at most ``capacity`` keys, and ``most`` keys are remembered as the
-        best."""
-        return cls(
-            torch.zeros(1, units, channels, device=device),
-            torch.zeros(1, units, dtype=torch.bool, device=device),
-            torch.zeros(1, units, dtype=torch.int32, device=device),
-            torch.zeros(1, units, capacity, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.full((1, units, most), _NONE, dtype=torch.int32, device=device),
-        )
-
-    def of(self, units: int, channels: int) -> bool:
-        """Whether it holds directions of so many units and channels: a saved one may be of another method's options."""
-        return self.directions.shape[1:] == (units, channels)
-
-    @property
-    def units(self) -> int:
-        return self.has.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def most(self) -> int:
-        return self.moving.shape[2]
-
-    def check(self) -> None:
-        """SaccadeError unless the parts are contiguous, as kernels take them to be."""
-        parts = (self.directions, self.has, self.counts, self.keys, self.positions, self.moving)
-        if not all(map(Tensor.is_contiguous, parts)):
-            raise SaccadeError("anchors are written in place and must be contiguous: clone a slice of them first")
-
-    def widen(self, capacity: int, most: int) -> None:
-        """Make room for lists of ``capacity`` keys and ``most`` best ones, where there is less."""
-        pad = torch.nn.functional.pad
-        self.keys = pad(self.keys, (0, max(0, capacity - self.capacity)))
-        self.moving = pad(self.moving, (0, max(0, most - self.most)), value=_NONE)
-
-    def reserve(self) -> None:
-        """Make room behind the last anchor."""
-        if self.count < len(self.positions):
-            return
-        for name in ("directions", "has", "counts", "keys", "positions", "moving"):
-            part = getattr(self, name)
-            setattr(self, name, torch.cat([part, torch.zeros_like(part)]))
+ALL_ALIKE = -2.0  # below every cosine
 
 
 def share(
@@ -118,6 +28,7 @@ def share(
     length: int,
     cover_gap: bool = True,
     moves: tuple[int, int] = (0, 0),
+    passes_on: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What every unit reads of the most recent anchor whose cosine with it exceeds ``tau``, as lists: (offsets int64
     [units + 1], keys int32, bool [units]: who finds none and has an empty list).
@@ -125,16 +36,19 @@ def share(
     ``q`` [heads, head_dim] of the step that sees ``length`` keys; a unit's channels are those of its heads, one after
     the other. Shared keys are joined by those that have left the window of ``local`` keys since, if ``cover_gap``, and,
     if the anchor remembers its best, by those moved on by the steps since, with what is up to ``moves[0]`` away, from
-    key ``moves[1]`` on.
+    key ``moves[1]`` on. All of this counts from the query that retrieved, whoever has passed its keys on since. If the
+    step itself ``passes_on`` what it shares, that is noted behind the last anchor, for :func:`keep` or
+    :func:`pass_on`.
     """
     anchors.reserve()
     direction = anchors.directions[anchors.count]
-    if q.shape[1] % 16 == 0 and _serves(anchors, q) is None:
+    in_kernel = q.shape[1] % 16 == 0 and _serves(anchors, q) is None
+    if in_kernel and not passes_on and not anchors.passes_on():
         return _share_in_kernel(anchors, q, tau, local, length, cover_gap, moves)
     if q.is_cuda and triton.available():
         from saccade.methods.cis import triton_sharing
 
-        return triton_sharing.share(anchors, q, tau, local, length, cover_gap, moves)
+        return triton_sharing.share(anchors, q, tau, local, length, cover_gap, moves, passes_on)
     asked = q.float().reshape(direction.shape)
     direction.copy_(asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38))
     device = direction.device
@@ -142,7 +56,14 @@ def share(
     for number in range(anchors.count):
         alike = anchors.has[number] & ((direction * anchors.directions[number]).sum(-1) > tau)
         whose = torch.where(alike, number, whose)
-    searching, whose, unit = whose < 0, whose.clamp(min=0), torch.arange(anchors.units, device=device)
+    searching, unit = whose < 0, torch.arange(anchors.units, device=device)
+    whose = anchors.retrieving(whose.clamp(min=0))
+    if passes_on:
+        anchors.counts[anchors.count] = (-1 - whose).masked_fill(searching, 0)
+    if in_kernel:  # it takes whatever list is left to each unit: that of the one that retrieved
+        numbers = torch.arange(len(anchors.positions), device=device)[:, None]
+        named = replace(anchors, has=(numbers == whose) & ~searching)
+        return _share_in_kernel(named, q, ALL_ALIKE, local, length, cover_gap, moves)
     keys = anchors.keys[whose, unit]
     listed = torch.arange(anchors.capacity, device=device) < anchors.counts[whose, unit][:, None]
     if cover_gap:
@@ -166,8 +87,10 @@ def keep(
     best: int,
     reach: int,
     threads: int | None = None,
+    passes_on: bool = False,
 ) -> None:
-    """Make the query at hand an anchor: ``searching`` bool [units] retrieved, at ``position``.
+    """Make the query at hand an anchor: ``searching`` bool [units] retrieved, at ``position``. The others are none,
+    unless it ``passes_on`` what :func:`share` noted that they have.
 
     They share what they ``read`` from ``middle[0]`` on and below ``middle[1]``, and the neighbours up to ``reach`` away
     of the ``best`` of those keys, by their mean weight over the unit's heads, ties to the lower. ``weights`` as
@@ -175,17 +98,41 @@ def keep(
     """
     at = anchors.count
     anchors.reserve()
-    anchors.has[at], anchors.positions[at] = searching, position
-    anchors.first = position if at == 0 else anchors.first
-    anchors.count += 1
+    noted = anchors.counts[at].clone()
+    _keep_lists(anchors, read, weights, searching, middle, best, reach, threads)
+    if passes_on:
+        anchors.counts[at] = torch.where(searching, anchors.counts[at], noted)
+    anchors.has[at] = True if passes_on else searching
+    anchors.add(position)
+
+
+def pass_on(anchors: Anchors, position: int) -> None:
+    """Make the query at hand, at ``position``, an anchor of which no unit retrieved: each passes on what :func:`share`
+    noted that it has."""
+    anchors.has[anchors.count] = True
+    anchors.add(position)
+
+
+def _keep_lists(
+    anchors: Anchors,
+    read: Tokens,
+    weights: Tensor,
+    searching: Tensor,
+    middle: tuple[int, int],
+    best: int,
+    reach: int,
+    threads: int | None,
+) -> None:
+    """See ``keep``: write the lists behind the last anchor."""
+    at = anchors.count
     if weights.is_cuda and triton.available():
         from saccade.methods.cis import triton_sharing
 
-        triton_sharing.keep(anchors, at, read, weights, middle, best, reach)
+        triton_sharing.keep(anchors, at, searching, read, weights, middle, best, reach)
         return
     if _serves(anchors, weights) is None:
         anchors.check()
-        weights = rows(weights)
+        weights, searching = rows(weights), flat(searching, torch.bool)
         offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
         low, high = middle
         native.keep_keys(
@@ -193,7 +140,7 @@ def keep(
                 threads=torch.get_num_threads() if threads is None else threads,
                 units=anchors.units,
                 capacity=anchors.capacity,
-                has=address(anchors.has[at]),
+                has=searching.data_ptr(),
                 offsets=offsets.data_ptr(),
                 indices=indices.data_ptr(),
                 weights=weights.data_ptr(),
@@ -212,9 +159,9 @@ def keep(
         return
     merged, heavy = _spread(read, weights.mean(0), searching, middle, best, reach)
     most = min(anchors.most, heavy.shape[1])
-    anchors.moving[at] = _NONE
+    anchors.moving[at] = NONE
     anchors.moving[at, :, :most] = heavy[:, :most]
-    anchors.counts[at] = (merged != _NONE).sum(1).to(torch.int32)
+    anchors.counts[at] = (merged != NONE).sum(1).to(torch.int32)
     anchors.keys[at, :, : merged.shape[1]] = merged
 
 
@@ -224,8 +171,8 @@ def leave_out(anchors: Anchors, hidden: tuple[int, int]) -> None:
     keys, counts = anchors.keys[anchors.count - 1], anchors.counts[anchors.count - 1]
     listed = torch.arange(anchors.capacity, device=counts.device) < counts[:, None]
     kept = listed & ((keys < hidden[0]) | (keys >= hidden[1]))
-    keys.copy_(keys.masked_fill(~kept, _NONE).sort(1).values)
-    counts.copy_(kept.sum(1))
+    keys.copy_(keys.masked_fill(~kept, NONE).sort(1).values)
+    counts.copy_(torch.where(counts < 0, counts, kept.sum(1)))
 
 
 def _share_in_kernel(
@@ -289,15 +236,15 @@ def _moved_in(
     steps = length - 1 - anchors.positions[whose]
     follow = min(moves[0], length)
     around = moving[..., None] + steps[:, None, None] + torch.arange(-follow, follow + 1, device=whose.device)
-    there = (moving != _NONE)[..., None] & (around >= moves[1]) & (around < last)
-    moved = around.masked_fill(~there, _NONE).flatten(1).to(torch.int32)
-    return _union(torch.cat([keys.masked_fill(~listed, _NONE), moved], 1))
+    there = (moving != NONE)[..., None] & (around >= moves[1]) & (around < last)
+    moved = around.masked_fill(~there, NONE).flatten(1).to(torch.int32)
+    return _union(torch.cat([keys.masked_fill(~listed, NONE), moved], 1))
 
 
 def _union(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``keys`` sorted, and which entries are no ``_NONE`` and no repetition."""
+    """Rows of ``keys`` sorted, and which entries are no ``NONE`` and no repetition."""
     keys = keys.sort(1).values
-    listed = keys != _NONE
+    listed = keys != NONE
     listed[:, 1:] &= keys.diff(dim=1) != 0
     return keys, listed
 
@@ -305,7 +252,7 @@ def _union(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _spread(
     read: Tokens, weights: Tensor, has: Tensor, middle: tuple[int, int], best: int, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """``keep``'s lists, int32 [units, most], and the best keys [units, best]: rising, padded with ``_NONE``."""
+    """``keep``'s lists, int32 [units, most], and the best keys [units, best]: rising, padded with ``NONE``."""
     counts = read.offsets.diff()
     numbers = torch.arange(int(counts.max()), device=counts.device)
     places = read.offsets[:-1, None] + numbers
@@ -316,11 +263,11 @@ def _spread(
     order = torch.sort(weight.masked_fill(~inside, -1.0), dim=1, descending=True, stable=True).indices[:, :best]
     reach = min(reach, middle[1])  # further away is nothing
     around = torch.arange(-reach, reach + 1, dtype=torch.int32, device=keys.device)
-    heavy = keys.gather(1, order).masked_fill(~inside.gather(1, order), _NONE).sort(1).values
+    heavy = keys.gather(1, order).masked_fill(~inside.gather(1, order), NONE).sort(1).values
     near = (keys.gather(1, order)[..., None] + around).flatten(1)
-    near = near.masked_fill(~inside.gather(1, order).repeat_interleave(around.numel(), 1), _NONE)
-    near = near.masked_fill((near < middle[0]) | (near >= middle[1]), _NONE)
-    merged = torch.cat([keys.masked_fill(~inside, _NONE), near], 1).sort(1).values
-    merged[:, 1:][merged.diff(dim=1) == 0] = _NONE
+    near = near.masked_fill(~inside.gather(1, order).repeat_interleave(around.numel(), 1), NONE)
+    near = near.masked_fill((near < middle[0]) | (near >= middle[1]), NONE)
+    merged = torch.cat([keys.masked_fill(~inside, NONE), near], 1).sort(1).values
+    merged[:, 1:][merged.diff(dim=1) == 0] = NONE
     merged = merged.sort(1).values
-    return merged[:, : int((merged != _NONE).sum(1).max())], heavy
+    return merged[:, : int((merged != NONE).sum(1).max())], heavy

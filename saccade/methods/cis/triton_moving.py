@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.ops.triton.common import begin, launched
 
 if TYPE_CHECKING:
-    from saccade.methods.cis.sharing import Anchors
+    from saccade.methods.cis.anchors import Anchors
 
 
 def union(

@@ -175,8 +175,8 @@ def _choose(
     cone_row, room, width, scale_log2, softcap,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
+    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PLACES: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr,
     SPAN: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
@@ -209,8 +209,8 @@ def _choose(
         if chooses:
             tau = tl.load(reals).to(tl.float32)
             found, position, size = resembled(
-                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS, D, 1,
-                D_PAD, GROUP, PLACES,
+                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_ANY, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS,
+                D, 1, D_PAD, GROUP, PLACES,
             )  # fmt: skip
     if WAIT == 1:
         begin(EARLY)
@@ -272,7 +272,8 @@ def _choose(
         if length > 0:
             has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
             positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
-            tl.store(has + at * HEADS + head, asked.to(tl.int8), mask=mine)
+            passes_on = (whose >= 0) & (tl.load(own + W_ANY) != 0)
+            tl.store(has + at * HEADS + head, (asked | passes_on).to(tl.int8), mask=mine)
             tl.store(positions + at, length.to(tl.int64) - 1)
     if some > 0:
         _score(

@@ -105,8 +105,8 @@ def _resemble(
     q_ptr, words, reals, cones, lengths, searching, whose, bounds, hidden, q_row, q_head, word_row, real_row, cone_row,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
+    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     HEAD: tl.constexpr, EACH: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -126,13 +126,14 @@ def _resemble(
         if chooses:
             own_found, _position, _size = resembled(
                 q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, 1, unit >= 0, q_head,
-                W_DIR, W_HAS, W_COUNTS, W_AT, UNITS, HEAD, EACH, WIDTH, 1, PLACES,
+                W_ANY, W_DIR, W_HAS, W_COUNTS, W_AT, UNITS, HEAD, EACH, WIDTH, 1, PLACES,
             )  # fmt: skip
             found = tl.max(own_found, 0)
             search = (found < 0).to(tl.int32)
         has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
         positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
-        tl.store(has + at * UNITS + unit, search.to(tl.int8))
+        passes_on = (found >= 0) & (tl.load(own + W_ANY) != 0)
+        tl.store(has + at * UNITS + unit, ((search != 0) | passes_on).to(tl.int8))
         tl.store(positions + at, length.to(tl.int64) - 1)
     tl.store(searching + entry, search.to(tl.int8))
     tl.store(whose + entry, found)
@@ -164,8 +165,8 @@ def _lists(
     score_unit,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
+    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     UNITS: tl.constexpr, PARTS: tl.constexpr, KNOWN_WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)

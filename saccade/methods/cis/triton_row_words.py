@@ -8,14 +8,15 @@ import triton.language as tl
 from saccade.methods.triton_topk import budget_of
 
 # Words of a row: numbers, then addresses.
-TURN, STEPS, BY_POSITION, K, SINKS, LOCAL, REACH, BEST, FOLLOW, GAP = range(10)
-DIRECTIONS, HAS, COUNTS, KEYS, POSITIONS, MOVING, CAPACITY, MOST = range(10, 18)
+TURN, STEPS, BY_POSITION, K, SINKS, LOCAL, REACH, BEST, FOLLOW, GAP, ANY = range(11)
+DIRECTIONS, HAS, COUNTS, KEYS, POSITIONS, MOVING, CAPACITY, MOST = range(11, 19)
 NONE = 2**31 - 1  # behind every position
 
 WORDS = {
     "W_TURN": TURN, "W_STEPS": STEPS, "W_POS": BY_POSITION, "W_K": K, "W_SINKS": SINKS, "W_LOCAL": LOCAL,
-    "W_REACH": REACH, "W_BEST": BEST, "W_FOLLOW": FOLLOW, "W_GAP": GAP, "W_DIR": DIRECTIONS, "W_HAS": HAS,
-    "W_COUNTS": COUNTS, "W_KEYS": KEYS, "W_AT": POSITIONS, "W_MOVING": MOVING, "W_CAP": CAPACITY, "W_MOST": MOST,
+    "W_REACH": REACH, "W_BEST": BEST, "W_FOLLOW": FOLLOW, "W_GAP": GAP, "W_ANY": ANY, "W_DIR": DIRECTIONS,
+    "W_HAS": HAS, "W_COUNTS": COUNTS, "W_KEYS": KEYS, "W_AT": POSITIONS, "W_MOVING": MOVING, "W_CAP": CAPACITY,
+    "W_MOST": MOST,
 }  # fmt: skip
 
 

@@ -39,12 +39,14 @@ def searchable_at(
 @triton.jit
 def resembled(
     q, own, at, tau, first, count, writes, q_head,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_AT: tl.constexpr, UNITS: tl.constexpr,
-    HEAD: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PLACES: tl.constexpr,
+    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_AT: tl.constexpr,
+    UNITS: tl.constexpr, HEAD: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Of ``count`` units from ``first`` on, int32 [GROUP] each: the latest anchor before step ``at`` of its block that
-    the unit's query (its row's at ``q``) resembles, -1 where there is none; where that anchor stands, and how many keys
-    it shares, if there is one. Who ``writes`` notes the queries' directions. The units wait together, for one anchor
+    """Of ``count`` units from ``first`` on, int32 [GROUP] each: who retrieved what the latest anchor before step ``at``
+    of its block has that the unit's query (its row's at ``q``) resembles, -1 where there is none; where that query
+    stands, and how many keys it shares, if there is one. Who ``writes`` notes the queries' directions, and what those
+    have who pass it on. The units wait together, for one anchor
     each. A block's first step searches, and most often no other did: its anchor is read before it is known which there
     are, the others after that, the latest first."""
     CHANNELS: tl.constexpr = HEAD * EACH
@@ -85,6 +87,14 @@ def resembled(
         position, size = tl.where(alike, stands, position), tl.where(alike, shared, size)
         before = tl.max(tl.where(anchored & (number[None, :] < held[:, None]), number[None, :], 0), 1)
         held = tl.where(alike, 0, before)
+    passed = (found >= 0) & (size < 0)  # the anchor itself had it from one before
+    if tl.max(passed.to(tl.int32), 0) > 0:
+        found = tl.where(passed, -1 - size, found)
+        stands = tl.load(positions + found, mask=passed, other=0).to(tl.int32)
+        shared = tl.load(sizes + found * UNITS + unit, mask=passed, other=0)
+        position, size = tl.where(passed, stands, position), tl.where(passed, shared, size)
+    if tl.load(own + W_ANY) != 0:
+        tl.store(sizes + at * UNITS + unit, -1 - found, mask=also(mine & (found >= 0), writes))
     return found, position, size
 
 

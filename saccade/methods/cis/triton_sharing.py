@@ -17,7 +17,7 @@ from saccade.ops.triton.radix_select import least_taken, taken_of
 from saccade.selection import Tokens
 
 if TYPE_CHECKING:
-    from saccade.methods.cis.sharing import Anchors
+    from saccade.methods.cis.anchors import Anchors
 
 
 def share(
@@ -28,6 +28,7 @@ def share(
     length: int,
     cover_gap: bool,
     moves: tuple[int, int] = (0, 0),
+    passes_on: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``sharing.share``; there is room for two lists' worth behind the indices that mean something."""
     anchors.check()
@@ -53,6 +54,7 @@ def share(
         HEADS_EACH=channels // q.shape[1],
         UNITS=units,
         GAP=cover_gap,
+        NOTES=passes_on,
         WIDTH=pad(channels),
         num_warps=4,
         **launched(q.device),
@@ -80,15 +82,23 @@ def share(
 
 
 def keep(
-    anchors: Anchors, at: int, read: Tokens, weights: Tensor, middle: tuple[int, int], best: int, reach: int
+    anchors: Anchors,
+    at: int,
+    searching: Tensor,
+    read: Tokens,
+    weights: Tensor,
+    middle: tuple[int, int],
+    best: int,
+    reach: int,
 ) -> None:
-    """The lists of anchor ``at``: see ``sharing.keep``. ``read`` has a list for each of its units."""
+    """The lists of anchor ``at``, of the units that are ``searching`` (bool [units]): see ``sharing.keep``. ``read``
+    has a list for each of its units."""
     anchors.check()
     units, weights = anchors.units, rows(weights)
     offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
     marks = torch.zeros(1 + bool(anchors.most), units, read.shape.k_len, dtype=torch.int8, device=weights.device)
     meaned = torch.empty(indices.numel(), dtype=torch.float32, device=weights.device)
-    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, meaned, marks[0], marks[-1])
+    args = (flat(searching, torch.bool).view(torch.uint8), offsets, indices, weights, meaned, marks[0], marks[-1])
     _mark[(units,)](
         *args,
         weights.stride(0),
@@ -122,10 +132,11 @@ def keep(
 @triton.jit(do_not_specialize=["anchored", "window"])
 def _resemble(
     q_ptr, directions, has, sizes, positions, whose, counts, searching, q_head, anchored, window, local, tau,
-    HEAD: tl.constexpr, HEADS_EACH: tl.constexpr, UNITS: tl.constexpr, GAP: tl.constexpr, WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEAD: tl.constexpr, HEADS_EACH: tl.constexpr, UNITS: tl.constexpr, GAP: tl.constexpr, NOTES: tl.constexpr,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Store the direction of the unit's query behind the last anchor, and find the latest anchor that it resembles."""
+    """Store the direction of the unit's query behind the last anchor, and find who retrieved what the latest anchor
+    has that it resembles. Who ``NOTES`` it writes that behind the last anchor, too."""
     begin(EARLY)
     unit = tl.program_id(0)
     CHANNELS: tl.constexpr = HEAD * HEADS_EACH
@@ -142,7 +153,14 @@ def _resemble(
         alike = (tl.sum(direction * other, 0) > tau) & (tl.load(has + at) != 0)
         found = tl.where(alike, number, found)
     known = tl.maximum(found, 0)
-    count = tl.load(sizes + known * UNITS + unit).to(tl.int64)
+    size = tl.load(sizes + known * UNITS + unit, mask=found >= 0, other=0)
+    if size < 0:  # passed on
+        known = -1 - size
+        found = known
+        size = tl.load(sizes + known * UNITS + unit)
+    if NOTES:
+        tl.store(sizes + anchored * UNITS + unit, tl.where(found < 0, 0, -1 - found))
+    count = size.to(tl.int64)
     if GAP:
         count += tl.maximum(window - (tl.load(positions + known) + 1 - local), 0)
     tl.store(whose + unit, found)
