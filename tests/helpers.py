@@ -473,12 +473,12 @@ MATRIX = (
     MethodCase(
         "psa",
         (
-            {"epsilon": 0.5, "microbatch": 1},
-            {"epsilon": 0.9, "block_size": 16, "rest": "last_max", "unit": "layer", "stop": "mean"},
-            {"epsilon": 0.0, "block_size": 64, "microbatch": 2},
+            {"epsilon": 0.5, "microbatch": 1, "rank": "cuboid"},
+            {"epsilon": 0.9, "block_size": 16, "unit": "layer", "stop": "mean", "rank": "cuboid"},
+            {"epsilon": 0.0, "block_size": 64, "microbatch": 2, "rank": "cuboid"},
             {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "minmax"},
             {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "mean", "unit": "layer"},
-            {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "keys", "rest": "estimate"},
+            {"epsilon": 0.6, "block_size": 16, "microbatch": 1},
         ),
         {"epsilon": 1.0},
         boundary=(16, 32, 64, 128, 160, 192),

@@ -18,7 +18,7 @@ from saccade.eval.render import render
 from saccade.eval.suite.tasks import TASKS, make
 
 DRAFTS = (
-    *("psa(epsilon=0.3)", "quest(budget=256, dense_layers=0)", "streaming(window=256)", "lfps"),
+    *("psa(epsilon=0.3, rank=cuboid)", "quest(budget=256, dense_layers=0)", "streaming(window=256)", "lfps"),
     *("cis(k=64)", "snapkv(capacity=128)", "h2o", "topk(k=32)"),
 )
 BATCH = 8

@@ -129,7 +129,7 @@ def test_a_ranking_that_is_begun_ends_as_the_whole(epsilon, rest, monkeypatch):
     kept = KeptSummaries("cuboid", size)
     kept.upto(view)
     known = KVView(view.paged(), lambda kind, block: kept)
-    method = PSA(epsilon=epsilon, block_size=size, rest=rest, microbatch=3)
+    method = PSA(epsilon=epsilon, block_size=size, rest=rest, microbatch=3, rank="cuboid")
     begun, whole = (method.select_decode(Query.of(q, one), None) for one in (known, view))
     assert isinstance(begun, Ranking)
     assert begun.order.shape[1] < whole.order.shape[1] == begun.total

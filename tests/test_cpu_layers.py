@@ -40,7 +40,7 @@ METHODS = [
     DenseMethod(),
     Streaming(sinks=3, window=40),
     Quest(budget=64, dense_layers=1),
-    PSA(epsilon=0.7, block_size=8, microbatch=2),
+    PSA(epsilon=0.7, block_size=8, microbatch=2, rank="cuboid"),
     Quest(budget=32, block_size=8, dense_layers=0, unit="q_head"),
 ]
 LENGTHS = [1, 333, 640, 257, 8300]
@@ -197,13 +197,13 @@ FIXED = [
     "quest(budget=64, dense_layers=1)",
     "quest(budget=32, block_size=8, dense_layers=0, unit=q_head)",
     "arkvale(budget=96, block_size=8)",
-    "psa(epsilon=0.5, block_size=16, microbatch=1)",
-    "psa(epsilon=0.9, block_size=8, microbatch=3, rest=min, stop=mean)",
+    "psa(epsilon=0.5, block_size=16, microbatch=1, rank=cuboid)",
+    "psa(epsilon=0.9, block_size=8, microbatch=3, rest=min, stop=mean, rank=cuboid)",
     "streaming(sinks=3, window=40)+psaw(start_layer=1)",
 ]
 LOSSLESS = [
     "lossless(draft=quest(budget=96), tokens=4)",
-    "lossless(draft=psa(epsilon=0.6, block_size=16, microbatch=1), tokens=4)",
+    "lossless(draft=psa(epsilon=0.6, block_size=16, microbatch=1, rank=cuboid), tokens=4)",
     "lossless(draft=streaming, tokens=3)",
     "dense",
 ]
@@ -295,7 +295,7 @@ def test_a_planned_step_is_one_kernel_call_and_the_heads(folder, monkeypatch, po
 
 @pytest.mark.parametrize(("policies", "options"), [
     (["topp(p=0.5)", "dense"], {}),  # which chooses by itself
-    (["dense", "psa(epsilon=0.5)"], {"audit": 1.0}),
+    (["dense", "psa(epsilon=0.5, rank=cuboid)"], {"audit": 1.0}),
     (["lfps(k=20, slash_shift_on_read=false)"], {}),
 ])  # fmt: skip
 def test_rows_that_need_somebody_between_layers_have_him(folder, monkeypatch, policies, options):
@@ -305,7 +305,7 @@ def test_rows_that_need_somebody_between_layers_have_him(folder, monkeypatch, po
 
 
 def test_a_clock_times_the_parts_of_a_call(folder, monkeypatch):
-    policies = ["dense", "psa(epsilon=0.7, block_size=8)", LISTED[0], LISTED[4], LISTED[-3]]
+    policies = ["dense", "psa(epsilon=0.7, block_size=8, rank=cuboid)", LISTED[0], LISTED[4], LISTED[-3]]
     plain, _, _ = served(folder, monkeypatch, policies)
     llm, clock = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False), Clock()
     ids = [random_ids(110 + 9 * i, seed=i) for i in range(len(policies))]

@@ -41,11 +41,11 @@ METHODS = [
     ArkVale(budget=160),
     ArkVale(budget=96, block_size=8, sinks=0, window=3, unit="q_head"),
     ArkVale(budget=128, sinks=2, window=2),  # nothing beside the ends
-    PSA(epsilon=0.5, block_size=16, microbatch=1),
-    PSA(epsilon=0.9, block_size=8, microbatch=3, rest="min", stop="mean"),
-    PSA(epsilon=0.7, block_size=32, microbatch=2, unit="layer"),
-    PSA(epsilon=0.0, block_size=64, microbatch=1),
-    PSA(epsilon=1.0, block_size=16),
+    PSA(epsilon=0.5, block_size=16, microbatch=1, rank="cuboid"),
+    PSA(epsilon=0.9, block_size=8, microbatch=3, rest="min", stop="mean", rank="cuboid"),
+    PSA(epsilon=0.7, block_size=32, microbatch=2, unit="layer", rank="cuboid"),
+    PSA(epsilon=0.0, block_size=64, microbatch=1, rank="cuboid"),
+    PSA(epsilon=1.0, block_size=16, rank="cuboid"),
     Streaming(sinks=3, window=40),
 ]
 
@@ -184,7 +184,7 @@ def test_blocks_that_lists_touch_are_counted_once(threads, best):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.9999])
 def test_a_rule_over_very_many_blocks_begins_with_the_first(epsilon):
-    method, length = PSA(epsilon=epsilon, block_size=8), 140003
+    method, length = PSA(epsilon=epsilon, block_size=8, rank="cuboid"), 140003
     (kv,), (keys,), q = sequences([length], torch.float32, 1)
     plan = method.device_plan(Spec)
     codes = kv.summary_codes("cuboid", 8) if kv.summaries("cuboid", 8) else ()
@@ -266,7 +266,10 @@ def test_blocks_in_no_slot_are_named_before_anything_is_read_or_stored(method, d
         Residence(ids, slots[:, ::2], nowhere, 8)
 
 
-@pytest.mark.parametrize("method", [PSA(epsilon=0.9, microbatch=2), PSA(epsilon=0.999, block_size=64, microbatch=1)])
+@pytest.mark.parametrize(
+    "method",
+    [PSA(epsilon=0.9, microbatch=2, rank="cuboid"), PSA(epsilon=0.999, block_size=64, microbatch=1, rank="cuboid")],
+)
 @pytest.mark.parametrize("first", [0, 3, 1000])
 def test_of_a_ranking_only_what_its_rule_reads_is_wanted(method, first):
     """What is not brought in stays NaN: the rule may not see it."""
@@ -317,7 +320,7 @@ def test_of_a_ranking_only_what_its_rule_reads_is_wanted(method, first):
 def test_what_is_not_served_says_so():
     best = Quest(dense_layers=0).device_plan(Spec).blocks
     for reading, why in (
-        (PSA(rank="moments").device_plan(Spec).blocks, "not by moments"),
+        (PSA(rank="moments", rest="last_max").device_plan(Spec).blocks, "not by moments"),
         (replace(best, last=0, dense_upto=2048), "no summary yet"),
         (replace(best, units=3), "3"),
     ):
@@ -370,7 +373,7 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
     def answers():
         llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
         outputs = llm.generate(ids, few, policy=policies)
-        with llm.session("psa(epsilon=0.6, block_size=8, microbatch=1)") as session:
+        with llm.session("psa(epsilon=0.6, block_size=8, microbatch=1, rank=cuboid)") as session:
             outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
         assert llm.engine.pool.used_blocks == 0
         return outputs
@@ -445,7 +448,13 @@ def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch,
 
 
 def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
-    policies = ["dense", "quest(budget=64, dense_layers=0)", "psa(epsilon=0.7, block_size=8)", LISTED[0], LISTED[4]]
+    policies = [
+        "dense",
+        "quest(budget=64, dense_layers=0)",
+        "psa(epsilon=0.7, block_size=8, rank=cuboid)",
+        LISTED[0],
+        LISTED[4],
+    ]
     policies += [LISTED[-3], "topp(p=0.5)"]  # the last one chooses layer by layer
     ids = [random_ids(180 + 9 * i, seed=i) for i in range(len(policies))]
     few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

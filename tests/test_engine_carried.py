@@ -121,8 +121,8 @@ def test_a_draft_reads_them_within_its_budget(method):
 
 
 @pytest.mark.parametrize("method", [
-    PSA(epsilon=0.3, block_size=16, microbatch=2), PSA(epsilon=0.5, microbatch=3, rest="min"),
-    PSA(epsilon=0.2, block_size=8, microbatch=1, unit="layer", stop="mean"),
+    PSA(epsilon=0.3, block_size=16, microbatch=2, rank="cuboid"), PSA(epsilon=0.5, microbatch=3, rest="min", rank="cuboid"),
+    PSA(epsilon=0.2, block_size=8, microbatch=1, unit="layer", stop="mean", rank="cuboid"),
 ])  # fmt: skip
 def test_a_draft_with_a_rule_reads_them_first(method):
     kv, q, _, _ = sequence(1500, torch.float32)
@@ -168,7 +168,7 @@ def llm(tmp_path_factory) -> LLM:
     return make(folder, blocks=3000, exact=False)
 
 
-@pytest.mark.parametrize("draft", ["quest(budget=160, dense_layers=0)", "psa(epsilon=0.3, microbatch=1)"])
+@pytest.mark.parametrize("draft", ["quest(budget=160, dense_layers=0)", "psa(epsilon=0.3, microbatch=1, rank=cuboid)"])
 def test_the_last_row_that_stayed_says_where_the_next_draft_reads(llm, monkeypatch, draft):
     """Rows that were rejected say nothing; answers stay dense attention's, alone and in a batch."""
     seen: list[tuple[int, int, bool]] = []  # rows of the verification, which one counts

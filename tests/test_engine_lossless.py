@@ -16,7 +16,7 @@ from saccade.kv.saved import save_kv
 from saccade.methods.policy import Policy
 
 DRAFTS = (
-    "psa(epsilon=0.2, block_size=16, microbatch=1)",
+    "psa(epsilon=0.2, block_size=16, microbatch=1, rank=cuboid)",
     "quest(budget=64, dense_layers=0)",
     "streaming(sinks=2, window=40)",
     "lfps(k=16, blocks=2, least=16)",
@@ -68,7 +68,9 @@ def test_greedy_answers_and_logprobs_are_dense_ones(any_llm, prompts, dense, dra
 
 
 def test_the_report_adds_up(any_llm, prompts, dense):
-    output = any_llm.generate(prompts[0], LONG, policy=lossless("psa(epsilon=0.6, block_size=16, microbatch=1)"))[0]
+    output = any_llm.generate(
+        prompts[0], LONG, policy=lossless("psa(epsilon=0.6, block_size=16, microbatch=1, rank=cuboid)")
+    )[0]
     report, said = output.report, output.report["speculation"]
     kept = said["accepted"] + said["accepted_looked_up"]
     assert kept + said["rejected"] == said["drafted"] + said["looked_up"] == report["drafted_tokens"]
@@ -267,7 +269,7 @@ def test_look_ups_go_on_for_the_draft(any_llm, prompts, dense, monkeypatch, righ
         return [token if at < right else (token + 1) % 256 for at, token in enumerate(known)]
 
     monkeypatch.setattr(Lookup, "after", after)
-    output = any_llm.generate(prompts[0], LONG, policy=lossless("psa(epsilon=0.9, block_size=16)", 2))[0]
+    output = any_llm.generate(prompts[0], LONG, policy=lossless("psa(epsilon=0.9, block_size=16, rank=cuboid)", 2))[0]
     said = output.report["speculation"]
     assert tokens(output) == tokens(dense[0])
     assert said["accepted_looked_up"] > 0

@@ -25,7 +25,7 @@ from saccade.server.metrics import _TIERS
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 MIXED = (
-    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)",
     "loopserve+topk(k=16, sinks=2, local=8)",
     "xattention+lfps(k=24, blocks=2, least=1)",
 )
@@ -143,8 +143,8 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
         "quest(budget=48, block_size=8, dense_layers=0)",
         "arkvale(budget=64, block_size=16)",
         "quest(budget=256, block_size=64, dense_layers=0)",
-        "psa(epsilon=0.3, block_size=8, microbatch=1)",
-        "psa(epsilon=0.99, block_size=8, microbatch=2)",
+        "psa(epsilon=0.3, block_size=8, microbatch=1, rank=cuboid)",
+        "psa(epsilon=0.99, block_size=8, microbatch=2, rank=cuboid)",
     ]
     prompts = [random_ids(700 + 30 * i, seed=i) for i in range(len(policies))]
     long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # so that blocks fill
@@ -169,9 +169,9 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
 
 def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, whole, monkeypatch):
     policies = [
-        "psa(epsilon=0.05, block_size=8, microbatch=1)",
-        "psa(epsilon=0.4, block_size=16, microbatch=2)",
-        "psa(epsilon=0.99, block_size=32, microbatch=1)",
+        "psa(epsilon=0.05, block_size=8, microbatch=1, rank=cuboid)",
+        "psa(epsilon=0.4, block_size=16, microbatch=2, rank=cuboid)",
+        "psa(epsilon=0.99, block_size=32, microbatch=1, rank=cuboid)",
     ]
     prompts = [random_ids(900 + 20 * i, seed=i) for i in range(len(policies))]
     long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -200,7 +200,7 @@ def test_steps_that_are_certified_are_certified_over_a_tier_too(folder, tmp_path
 
 
 def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, whole):
-    policies = ["quest(budget=64, dense_layers=0)", "psa(epsilon=0.3, block_size=32, microbatch=1)"]
+    policies = ["quest(budget=64, dense_layers=0)", "psa(epsilon=0.3, block_size=32, microbatch=1, rank=cuboid)"]
     prompts = [random_ids(900, seed=seed) for seed in range(len(policies))]
     expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=policies)]
     read = {}
@@ -291,7 +291,7 @@ def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole)
 
 def test_drafted_rows_over_a_small_memory(folder, tmp_path, whole):
     long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    policies = ["dense", "topk(k=24)", "psa(epsilon=0.4, block_size=16, microbatch=1)"]
+    policies = ["dense", "topk(k=24)", "psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)"]
     want = [tokens(one) for one in whole.generate(PROMPTS[:3], long, policy=policies)]
     with small(folder, tmp_path, 14) as llm:
         with drafting(llm, Perfect([ids + answer for ids, answer in zip(PROMPTS, want)])):
@@ -372,7 +372,7 @@ def test_a_full_disk_ends_requests_one_by_one(folder, tmp_path, expected, monkey
 @pytest.mark.parametrize("slots", [None, 60])
 def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, monkeypatch, slots):
     """The last layer leaves out most rows of a prompt: those that decode come before them and stay where they are."""
-    policies = ["psa(epsilon=0.4, block_size=16, microbatch=1)", "dense", "topk(k=24)", "dense"]
+    policies = ["psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)", "dense", "topk(k=24)", "dense"]
     prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
     asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]

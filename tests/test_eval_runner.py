@@ -25,7 +25,7 @@ from saccade.eval.sources import Given, Source, find_tasks
 from saccade.eval.target import Probe, bisect, grid, with_option
 from saccade.methods.policy import Policy
 
-PSA = "psa(epsilon=0.4, block_size=16, microbatch=1)"
+PSA = "psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)"
 FLEX = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
 QUESTION = "Q: which?"
 

@@ -128,7 +128,7 @@ def arkvale(q: torch.Tensor, keys: torch.Tensor, block: int, size: int) -> float
 @pytest.mark.parametrize(("n", "size"), [(450, 32), (448, 32), (300, 16)])
 def test_psa_ranks_by_arkvales_criticality(unit, n, size):
     q, keys, view = view_of(4, 2, n, seed=4, head_dim=8)
-    method = PSA(block_size=size, unit=unit, microbatch=2)
+    method = PSA(block_size=size, unit=unit, microbatch=2, rank="cuboid")
     ranking = method.select_decode(Query.of(q[:, -1:], view), None)
     assert isinstance(ranking, Ranking)
     ranking.check()
@@ -147,7 +147,7 @@ def test_psa_ranks_by_arkvales_criticality(unit, n, size):
 @pytest.mark.parametrize("n", [*range(223, 227), 255, 256, 257, 258, 287, 288, 289, 320])
 def test_psa_always_reads_sinks_last_and_partial_blocks(n):
     q, _, view = view_of(4, 2, n, seed=5)
-    chosen = PSA(epsilon=0.0, microbatch=1).select_decode(Query.of(q[:, -1:], view), None)
+    chosen = PSA(epsilon=0.0, microbatch=1, rank="cuboid").select_decode(Query.of(q[:, -1:], view), None)
     full, partial = divmod(n, 32)
     if n <= (3 + bool(partial) + 1) * 32:
         assert isinstance(chosen, Dense)
@@ -165,7 +165,7 @@ def test_psa_always_reads_sinks_last_and_partial_blocks(n):
 def test_psa_is_dense_where_little_could_be_skipped(n, microbatch, dense):
     """n <= (always blocks + microbatch) * block: 224 has 3 always blocks; 225 opens a partial one, 256 does not."""
     q, _, view = view_of(4, 2, n)
-    chosen = PSA(microbatch=microbatch).select_decode(Query.of(q[:, -1:], view), None)
+    chosen = PSA(microbatch=microbatch, rank="cuboid").select_decode(Query.of(q[:, -1:], view), None)
     expected = n <= (3 + bool(n % 32) + microbatch) * 32
     assert isinstance(chosen, Dense) == expected
     assert dense == expected or n == 225
@@ -175,7 +175,7 @@ def test_psa_equal_scores_go_to_the_lower_block():
     rng = torch.Generator().manual_seed(6)
     k = torch.randn(1, 32, 16, generator=rng).repeat(1, 14, 1)  # every block the same keys
     view = KVView.from_tensors(k, torch.randn(1, 448, 16, generator=rng))
-    ranking = PSA().select_decode(Query.of(torch.randn(2, 1, 16, generator=rng), view), None)
+    ranking = PSA(rank="cuboid").select_decode(Query.of(torch.randn(2, 1, 16, generator=rng), view), None)
     assert isinstance(ranking, Ranking)
     assert ranking.order[0].tolist() == list(range(2, 13))
 
@@ -184,7 +184,7 @@ def test_psa_reads_more_with_epsilon_and_finds_the_hot_block():
     q, _, view = view_of(4, 2, 900, seed=7, pattern=Planted(sink=2.0, columns=(), slashes=(), blocks=(9,)))
     before = None
     for epsilon in (0.0, 0.5, 0.9, 0.99, 1.0):
-        mask = run_method(PSA(epsilon=epsilon, microbatch=1), "decode", q, view, 1)[2].mask()
+        mask = run_method(PSA(epsilon=epsilon, microbatch=1, rank="cuboid"), "decode", q, view, 1)[2].mask()
         assert mask[:, 0, 9 * 32 : 10 * 32].all()
         assert before is None or not (before & ~mask).any()
         before = mask
@@ -209,7 +209,7 @@ def test_psa_on_summaries_kept_along_the_way_equals_fresh_ones():
             kv.reserve(700)
             kv.append(0, k[:, 211:329], v[:, 211:329])
     assert at == 700
-    for options in ({}, {"block_size": 16, "unit": "layer"}):
+    for options in ({"rank": "cuboid"}, {"block_size": 16, "unit": "layer", "rank": "cuboid"}):
         kept = PSA(**options).select_decode(Query.of(q[:, -1:], kv.view(0)), None)
         fresh = PSA(**options).select_decode(Query.of(q[:, -1:], KVView.from_tensors(k, v)), None)
         assert torch.equal(kept.order, fresh.order)

@@ -245,8 +245,8 @@ def test_psa_by_moments_ranks_what_the_op_guesses():
     order, estimates = ranked_by_estimate(guess, 2)
     assert torch.equal(ranking.order, order + 2)
     assert torch.equal(ranking.estimates, estimates)
-    assert isinstance(PSA(rank="moments").select_decode(Query.of(q, view.upto(200)), None), Dense)
-    assert PSA(rank="moments").select_decode(Query.of(q, view), None).estimates is None
+    assert isinstance(PSA(rank="moments", rest="last_max").select_decode(Query.of(q, view.upto(200)), None), Dense)
+    assert PSA(rank="moments", rest="last_max").select_decode(Query.of(q, view), None).estimates is None
 
 
 @pytest.mark.parametrize(("rank", "unit"), [("minmax", "kv_head"), ("mean", "layer"), ("cuboid", "kv_head")])
@@ -265,12 +265,12 @@ def test_blocks_are_ranked_by_the_metadata_that_is_asked_for(backend, rank, unit
 
 
 def test_what_cannot_be_estimated_is_refused():
-    with pytest.raises(PolicyError, match="rank=cuboid; give both"):
-        PSA(rest="estimate")
+    with pytest.raises(PolicyError, match="rank=cuboid; give one of these"):
+        PSA(rest="estimate", rank="cuboid")
     for options in ({"rank": "median"}, {"margin": -1.0}):
         with pytest.raises(PolicyError, match=next(iter(options))):
             PSA(**options)
     q, _, _, view = call(4, 2, 1, 450, 16, seed=9)
-    ranking = PSA(rank="moments").select_decode(Query.of(q, view), None)
+    ranking = PSA(rank="moments", rest="last_max").select_decode(Query.of(q, view), None)
     with pytest.raises(SaccadeError, match="needs estimates"):
         Ranking(ranking.shape, 32, ranking.always, ranking.order, 0.9, rest="estimate").check()

@@ -71,11 +71,11 @@ def induction(seed: int, length: int = 1500) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("epsilon", [0.8, 0.9])
 def test_one_heavy_key_among_light_ones_is_read(seed, epsilon):
     q, k = induction(seed)
-    true, _, density = truly_read(PSA(epsilon, rank="keys", rest="estimate"), q, k)
+    true, _, density = truly_read(PSA(epsilon), q, k)
     assert float(true.min()) > epsilon
     assert density < 0.2
     for rest in ("last_max", "min"):  # what the heads' mean ranks last is left unread, and the estimate does not know
-        true, estimate, _ = truly_read(PSA(epsilon, rest=rest), q, k)
+        true, estimate, _ = truly_read(PSA(epsilon, rank="cuboid", rest=rest), q, k)
         assert float(true.min()) < 0.05
         assert float(estimate.min()) > epsilon
 
@@ -86,7 +86,7 @@ def test_what_is_said_to_be_covered_is_covered_of_wide_channels_too(length):
     for seed in range(12):
         k, q = wide_keys(length, seed), torch.randn(HEADS, 1, DIM, generator=generator(100 + seed))
         q[..., (3, 17)] *= 0.1
-        true, estimate, _ = truly_read(PSA(0.9, block_size=16, rank="keys", rest="estimate"), q, k)
+        true, estimate, _ = truly_read(PSA(0.9, block_size=16), q, k)
         short.append(0.9 - true)
         assert (true.unflatten(0, (KV_HEADS, -1)).amin(1) - estimate).abs().max() < 0.05
     short = torch.cat(short)
@@ -172,7 +172,8 @@ def test_few_keys_have_no_frame(length):
 
 def test_options_that_do_not_go_together_are_named():
     with pytest.raises(PolicyError, match="rank=moments or rank=keys"):
-        PSA(rest="estimate")
+        PSA(rank="cuboid", rest="estimate")
     with pytest.raises(PolicyError, match="bits=3"):
         PSA(rank="keys", bits=3)
-    assert Policy.parse("psa(rank=keys, rest=estimate)").decode.text == "psa(rest=estimate, rank=keys)"
+    assert Policy.parse("psa(rank=keys)").decode.text == "psa"
+    assert [PSA(rank=rank).rule for rank in ("keys", "moments", "cuboid")] == ["estimate", "estimate", "last_max"]

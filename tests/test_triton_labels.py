@@ -13,7 +13,6 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods.labels import Labels
 from saccade.methods.psa import PSA
-from saccade.methods.psa.estimates import weights_by_labels
 from saccade.ops import Call, run
 from saccade.ops.progressive import attend_ranking
 from saccade.ops.triton import progressive
@@ -54,7 +53,9 @@ def test_labels_and_estimates_are_the_hosts(heads, kv_heads, dim, size, bits, dt
         host = rows.host_labels(row)
         same_labels(rows.labels[row], host, length)
         if length > least:
-            want = weights_by_labels(rows.query(row, 0.11, softcap), host, size)[:, 2 : length // size - 1]
+            want = host.block_weights(rows.query(row, 0.11, softcap).q[:, 0], size, 0.11, softcap)[
+                :, 2 : length // size - 1
+            ]
             assert want.shape[1] > 0
             torch.testing.assert_close(got[row, :, 2 : length // size - 1], want, atol=2e-5, rtol=2e-5)
 

@@ -34,10 +34,10 @@ NEW_TOKENS = 8
 
 # Forms of a method that the matrix of the invariant tests lacks, calibrated methods, windows, freezes and sums.
 FORMS = (
-    "psa(epsilon=0.7, block_size=16, microbatch=1)",
-    "psa(epsilon=0.7, block_size=16, microbatch=1, unit=layer)",
-    "psa(epsilon=0.7, block_size=16, microbatch=2, rest=min)",
-    "psa(epsilon=0.7, block_size=16, microbatch=1, rank=moments)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1, rank=cuboid)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1, unit=layer, rank=cuboid)",
+    "psa(epsilon=0.7, block_size=16, microbatch=2, rest=min, rank=cuboid)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1, rank=moments, rest=last_max)",
     "psa(epsilon=0.7, block_size=16, microbatch=1, rank=moments, rest=estimate)",
     "psa(epsilon=0.7, block_size=16, microbatch=1, rank=moments, rest=estimate, margin=0.5, unit=layer, stop=mean)",
     "lfps",
@@ -56,11 +56,11 @@ FORMS = (
     "cpe",
     "cis(k=30, sinks=4, local=8, tau=0.0)+psaw(start_layer=1, block_size=32)+etf(start_layer=1)",
     "psaw(start_layer=1, block_size=16)",
-    "psa(epsilon=0.7, block_size=16, microbatch=1)+psaw(start_layer=1, block_size=32)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1, rank=cuboid)+psaw(start_layer=1, block_size=32)",
     "lfps(k=40, blocks=4)+psaw(start_layer=1, block_size=32)",
     "etf(start_layer=1)",
     "topk(k=48)+etf(start_layer=1, reuse=kv)",
-    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)",
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+lfps(k=40, blocks=4, unit=kv_head)",
     "xattention(threshold=0.5, block_size=32)+quest(budget=64, dense_layers=0)",
     "a_shape(sinks=4, window=60)+arkvale(budget=128, block_size=16)",
@@ -78,6 +78,8 @@ FORMS = (
     "infinigen(alpha=1.0, query=own, dense_layers=0)",
     "magicpig(bits=4, tables=20, local=8)",
     "auto(least=100, method=psa)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1)",
+    "psa(epsilon=0.7, block_size=16, microbatch=1, bits=8, unit=layer, stop=mean)",
 )
 # What every other model runs: one setting of each method, and what goes by windows and depth.
 OTHERS = (*(f for f in FORMS if f.startswith(("cpe", "psaw", "etf", "flexprefill"))), FORMS[0], FORMS[4], "lfps(k=40)")

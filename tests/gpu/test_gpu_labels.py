@@ -16,7 +16,6 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.labels import recorded
 from saccade.methods.psa import PSA
-from saccade.methods.psa.estimates import weights_by_labels
 from saccade.ops import Call, run
 from saccade.ops.progressive import attend_ranking
 from saccade.ops.triton.batched_guesses import ordered_guesses
@@ -53,7 +52,7 @@ def test_labels_and_estimates_are_the_hosts(heads, kv_heads, dim, size, bits, dt
         host, stop = rows.host_labels(row), length // size - 1
         same_labels(rows.labels[row], host, length)
         if length > method.dense_upto:
-            want = weights_by_labels(rows.query(row, dim**-0.5, softcap), host, size)[:, 2:stop]
+            want = host.block_weights(rows.query(row, dim**-0.5, softcap).q[:, 0], size, dim**-0.5, softcap)[:, 2:stop]
             torch.testing.assert_close(got[row, :, 2:stop], want, atol=1e-4, rtol=1e-4)
 
 

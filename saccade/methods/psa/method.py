@@ -114,7 +114,8 @@ class PSA(BlockMethod):
         units = shape.kv_heads if self.unit == "kv_head" else 1
         estimates, begun, complete = None, None, None
         if self.rank in MARGINS:
-            if state is not None:
+            if self.rank == "keys":
+                state = keys_in_few_bits(query.kv, self.bits) if state is None else state
                 state.extend(query.kv)
                 guess = state.block_weights(query.q[:, 0], size, query.scale, query.softcap)[:, SINK_BLOCKS:stop]
                 query.cost.estimated += shape.k_len

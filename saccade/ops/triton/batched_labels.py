@@ -42,7 +42,7 @@ def estimate_labelled(
 ) -> Tensor:
     """Label the last key of each row by all its channels, and guess by the labels of the keys before what the blocks
     that ``choice`` ranks weigh: ``q`` [rows, heads, head_dim] -> float32 [rows, heads, n], natural log (estimates.py,
-    weights_by_labels). ``n`` is what ``pages.longest`` keys make. What it says of other blocks, and of rows of up to
+    Labels.block_weights). ``n`` is what ``pages.longest`` keys make. What it says of other blocks, and of rows of up to
     ``dense_upto`` keys (int32 [rows]), means nothing."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, head_dim = q.shape
