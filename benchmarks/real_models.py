@@ -1,11 +1,12 @@
 """What sparse attention costs a pretrained model on tasks that it can answer: ten methods at three settings each.
 
-    python benchmarks/real_models.py qwen2.5-coder --length 4096 [--device cuda --together 16] [--family long]
+    python benchmarks/real_models.py qwen2.5-coder --length 4096 [--device cuda --together 16] [--family long --middle]
 
 Three families of samples, each fitted to ``--length`` tokens of the model: a fact in prose, RULER's thirteen tasks, and
 long answers whose end can be checked (docs/evaluation.md). Prompts of decode methods are prefilled densely, the answer
 is decoded sparsely (protocol A; ``--protocol B`` decodes the question too). Every sample is paired with dense
-attention's. A killed run goes on where it was; the table is printed, and written beside the results.
+attention's, and tasks that dense itself does to less than half are left out (``--all`` keeps them). A killed run goes
+on where it was; the table is written beside the results after every policy.
 """
 
 from __future__ import annotations
@@ -19,31 +20,36 @@ from saccade.engine.config import EngineConfig
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.setting import load
 from saccade.eval.stats import Interval
-from saccade.eval.summary import Cell, load_groups
+from saccade.eval.summary import Cell, Group, load_groups
 from saccade.files import write_text
 
 FAMILIES = {"facts": (("natural:facts",), 50), "ruler": (("ruler:all",), 4), "long": (("long:all",), 13)}
+HALF = 0.5  # of the possible score
 SHARES, COVERED = (0.05, 0.1, 0.25), (0.9, 0.95, 0.98)
 BASELINES = ("streaming(window={keys})", "psa(rank=cuboid, epsilon=0.95)", "psa(rank=cuboid, rest=min, epsilon=0.95)")
 
 
-def policies(length: int) -> list[str]:
-    """Ten methods, the first an oracle, at three settings each; then baselines and the paper's forms, at one."""
+def policies(length: int, middle: bool = False) -> list[str]:
+    """Nine methods and an oracle at three settings each, or at the ``middle`` one; then, at one, baselines and the
+    forms that PSA's paper has."""
     keys = [max(64, round(share * length / 32) * 32) for share in SHARES]
-    rows = [f"topp(p={share})" for share in COVERED]
-    rows += [f"psa(epsilon={share})" for share in COVERED]
-    rows += [f"lfps(k={share})" for share in (0.02, 0.05, 0.1)]
-    rows += [f"cis(k={max(16, count - 80)})" for count in keys]
-    rows += [f"arkvale(budget={max(192, count)})" for count in keys]
-    rows += [f"quest(budget={count})" for count in keys]
-    rows += [f"twilight(p={share})" for share in COVERED]
-    rows += [f"double_sparsity(k={share}, source=prompt)" for share in SHARES]
-    rows += [f"snapkv(capacity={count}, window=32)" for count in keys]
-    rows += [f"flexprefill(gamma={share}, min_budget=256)" for share in COVERED]
-    return rows + [text.format(keys=keys[-1]) for text in BASELINES]
+    dials = [
+        [f"psa(epsilon={share})" for share in COVERED],
+        [f"lfps(k={share})" for share in (0.02, 0.05, 0.1)],
+        [f"cis(k={max(16, count - 80)})" for count in keys],
+        [f"arkvale(budget={max(192, count)})" for count in keys],
+        [f"quest(budget={count})" for count in keys],
+        [f"double_sparsity(k={share}, source=prompt)" for share in SHARES],
+        [f"snapkv(capacity={count}, window=32)" for count in keys],
+        [f"flexprefill(gamma={share}, min_budget=256)" for share in COVERED],
+        [f"topp(p={share})" for share in COVERED],
+        [f"twilight(p={share})" for share in COVERED],
+    ]
+    rows = [text for dial in dials for text in (dial[1:2] if middle else dial)]
+    return list(dict.fromkeys([*rows, *(text.format(keys=keys[-1]) for text in BASELINES)]))
 
 
-def table(groups: dict[str, list[Cell]], rows: list[str]) -> str:
+def table(groups: dict[str, list[Cell]], rows: list[str], left_out: dict[str, list[str]]) -> str:
     """A row a policy: for each family score and difference from dense with its interval; the densities of all."""
     heads = ["policy", *(f"{name}, minus dense [95 %]" for name in groups), "prefill density", "decode density"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -55,7 +61,19 @@ def table(groups: dict[str, list[Cell]], rows: list[str]) -> str:
         scores = ["" if cell is None else _score(cell, policy) for cell in own]
         densities = [_density([cell for cell in own if cell is not None], phase) for phase in ("prefill", "decode")]
         lines.append(f"| `{policy}` | {' | '.join([*scores, *densities])} |")
-    return "\n".join(lines) + "\n"
+    said = [f"{name}: {', '.join(tasks)}" for name, tasks in left_out.items() if tasks]
+    note = f"\nLeft out, as dense does less than half of them: {'; '.join(said)}.\n" if said else ""
+    return "\n".join(lines) + "\n" + note
+
+
+def answerable(group: Group, keep_all: bool) -> tuple[list[Cell], list[str]]:
+    """Every run over the tasks that dense does to half or more, and the other tasks."""
+    dense = {task: cell.score or 0.0 for task, _, cell in group.cells if cell.run.policy == "dense"}
+    kept = {task for task, score in dense.items() if keep_all or score >= HALF}
+    cells = [group.cell(run, lambda row: row["task"] in kept) for run in group.runs]
+    return [cell for cell in cells if cell.n], [
+        f"{task} ({100 * dense[task]:.0f})" for task in dense if task not in kept
+    ]
 
 
 def _score(cell: Cell, policy: str) -> str:
@@ -79,6 +97,8 @@ def main() -> None:
     parser.add_argument("--family", action="append", choices=FAMILIES)
     parser.add_argument("--samples", type=float, default=1.0, help="of the numbers of samples, a share")
     parser.add_argument("--policy", action="append", help="instead of all")
+    parser.add_argument("--middle", action="store_true", help="each method at its middle setting alone")
+    parser.add_argument("--all", action="store_true", help="also tasks that dense does to less than half")
     parser.add_argument("--protocol", default="A")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
@@ -97,32 +117,35 @@ def main() -> None:
         enable_prefix_caching=True,  # policies that prefill alike share one prefill
         **options,
     )
-    rows = args.policy or policies(args.length)
+    rows = args.policy or policies(args.length, args.middle)
     out = args.out / f"{Path(args.model).name}-{args.length}"
     found: dict[str, list[Cell]] = {}
+    left_out: dict[str, list[str]] = {}
     with load(config, args.together) as llm:
+        date = datetime.date.today().isoformat()
+        head = f"{args.model}, {args.length} tokens, {args.dtype} on {llm.model.device}, {date}\n\n"
         for family in args.family or FAMILIES:
             tasks, samples = FAMILIES[family]
             count = max(1, round(samples * args.samples))
             name = f"{family}-{args.length}-n{count}"
             data = prepare(out, tasks, [args.length], count, name=name, given=given_by(args.model))
-            folders = run_policies(
-                data,
-                llm,
-                config,
-                ["dense", *rows],
-                out / "results",
-                protocol=args.protocol,
-                oracle="none",
-                together=args.together,
-                note=lambda text: print(text, file=sys.stderr, flush=True),
-            )
-            (group,) = load_groups(folders)
-            found[family] = group.overall
-            date = datetime.date.today().isoformat()
-            head = f"{args.model}, {args.length} tokens, {args.dtype} on {llm.model.device}, {date}\n\n"
-            write_text(out / "table.md", head + table(found, rows))
-    print((out / "table.md").read_text())
+            folders: list[Path] = []
+            for policy in ["dense", *rows]:
+                folders += run_policies(
+                    data,
+                    llm,
+                    config,
+                    [policy],
+                    out / "results",
+                    protocol=args.protocol,
+                    oracle="none",
+                    together=args.together,
+                    note=lambda text: print(text, file=sys.stderr, flush=True),
+                )
+                (group,) = load_groups(folders)
+                found[family], left_out[family] = answerable(group, args.all)
+                write_text(out / f"table-{'-'.join(found)}.md", head + table(found, rows, left_out))
+    print((out / f"table-{'-'.join(found)}.md").read_text())
 
 
 if __name__ == "__main__":

@@ -121,7 +121,8 @@ def test_a_draft_reads_them_within_its_budget(method):
 
 
 @pytest.mark.parametrize("method", [
-    PSA(epsilon=0.3, block_size=16, microbatch=2, rank="cuboid"), PSA(epsilon=0.5, microbatch=3, rest="min", rank="cuboid"),
+    PSA(epsilon=0.3, block_size=16, microbatch=2, rank="cuboid"),
+    PSA(epsilon=0.5, microbatch=3, rest="min", rank="cuboid"),
     PSA(epsilon=0.2, block_size=8, microbatch=1, unit="layer", stop="mean", rank="cuboid"),
 ])  # fmt: skip
 def test_a_draft_with_a_rule_reads_them_first(method):
