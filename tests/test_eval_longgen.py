@@ -69,7 +69,7 @@ def solve(task: str, text: str) -> list[str]:
         exec(program, {"data": data, "print": printed.append})
         return printed
     if task == "sorting":
-        cards = dict(re.findall(r"^(\w+ \w+): (\w+ \w+)$", text, re.M))
+        cards = dict(re.findall(r"^([A-Z]\w+ [A-Z]\w+): (\w+ \w+, \w+ \w+)$", text, re.M))
         order = re.search(r"the order of the people\.\n\n(.*)\.\n", text)[1].split(", ")
         assert sorted(order) == sorted(cards)
         return [f"{number}. {who}: {cards[who]}" for number, who in enumerate(order, 1)]
