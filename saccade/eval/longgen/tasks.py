@@ -112,10 +112,11 @@ def _sorting(rng: Rng, index: int) -> Callable[[int], Draft]:
 
     def draft(count: int) -> Draft:
         order = sorted(range(count), key=keys.__getitem__)
+        roll = "\n".join(f"{number}. {who}" for number, who in enumerate(people[:count], 1))
         question = (
             f"The text above has the cards of {count} people in it, in no order. A card says whose it is and what that "
-            f"person brings. Sort them: this is the order of the people.\n\n{', '.join(people[:count])}.\n\n"
-            "Write the cards in this order, one in a line, with a number: who, and what that person brings."
+            f"person brings. This is the order of the people.\n\n{roll}\n\nSort the cards: write them in this order, "
+            "one in a line, with its number: who, and what that person brings."
         )
         lines = tuple(f"{number}. {card}" for number, card in enumerate(cards[:count], 1))
         blocks = tuple(cards[number] for number in order)
@@ -159,8 +160,8 @@ def _copying(rng: Rng, index: int) -> Callable[[int], Draft]:
 TASKS: dict[str, Task] = {
     "arithmetic": Task("running_lines", _arithmetic, 100),
     "tracing": Task("running_lines", _tracing, 100),
-    "sorting": Task("numbered_lines", _sorting, len(GIVEN_NAMES)),
-    "copying": Task("copied_lines", _copying, 48),
+    "sorting": Task("aligned_lines", _sorting, len(GIVEN_NAMES)),
+    "copying": Task("aligned_lines", _copying, 48),
 }
 
 
