@@ -40,7 +40,7 @@ class Task:
 
 
 def _arithmetic(rng: Rng, index: int) -> Callable[[int], Draft]:
-    start = rng.between(100, 199)
+    start = rng.between(10, 29)
     names = _nouns(rng, TASKS["arithmetic"].most)
     steps = [rng.between(1, 9) for _ in names]
     totals = list(accumulate(steps, initial=start))
@@ -75,13 +75,14 @@ for number, (name, kind, n) in enumerate(data, 1):
 
 
 def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
-    start = x = rng.between(300, 399)
+    start = x = rng.between(40, 60)
     data: list[str] = []
     printed: list[str] = []
     for number, name in enumerate(_nouns(rng, TASKS["tracing"].most), 1):
-        drawn = rng.below(2) if number > SHOWN else number % 2  # both are shown
-        kind, sign = (("plus", 1), ("minus", -1))[drawn]
+        down = bool(rng.below(2)) if number > SHOWN else number % 2 == 0  # both are shown
         step = rng.between(1, 9)
+        down = x > 90 or (down and x >= 20)  # x keeps two digits
+        kind, sign = ("minus", -1) if down else ("plus", 1)
         before, x = x, x + sign * step
         data.append(f"{number}. {name} {kind} {step}")
         printed.append(f"{number}. {name} {kind}: {before} {'+' if sign > 0 else '-'} {step} = {x}")
@@ -100,20 +101,22 @@ def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
 
 def _sorting(rng: Rng, index: int) -> Callable[[int], Draft]:
     most = TASKS["sorting"].most
-    given = rng.distinct(len(GIVEN_NAMES), len(GIVEN_NAMES))
-    nouns = _nouns(rng, 2 * most)
-    people = [f"{GIVEN_NAMES[given[at % len(given)]]} {noun.title()}" for at, noun in enumerate(nouns[:most])]
-    adjectives = rng.distinct(len(ADJECTIVES), most)
-    cards = [f"{who}: {ADJECTIVES[at]} {noun}" for who, at, noun in zip(people, adjectives, nouns[most:])]
+    nouns = _nouns(rng, 3 * most)
+    given = [GIVEN_NAMES[number] for number in rng.distinct(len(GIVEN_NAMES), most)]
+    people = [f"{name} {noun.title()}" for name, noun in zip(given, nouns)]
+    adjectives = [ADJECTIVES[number] for number in rng.distinct(len(ADJECTIVES), 2 * most)]
+    things = [f"{adjective} {noun}" for adjective, noun in zip(adjectives, nouns[most:])]
+    cards = [f"{who}: {one}, {other}" for who, one, other in zip(people, things, things[most:])]
     keys = [rng.random() for _ in cards]
     within = [rng.random() for _ in cards]
 
     def draft(count: int) -> Draft:
         order = sorted(range(count), key=keys.__getitem__)
+        roll = "\n".join(f"{number}. {who}" for number, who in enumerate(people[:count], 1))
         question = (
             f"The text above has the cards of {count} people in it, in no order. A card says whose it is and what that "
-            f"person brings. Sort them: this is the order of the people.\n\n{', '.join(people[:count])}.\n\n"
-            "Write the cards in this order, one in a line, with a number: who, and what that person brings."
+            f"person brings. This is the order of the people.\n\n{roll}\n\nSort the cards: write them in this order, "
+            "one in a line, with its number: who, and what that person brings."
         )
         lines = tuple(f"{number}. {card}" for number, card in enumerate(cards[:count], 1))
         blocks = tuple(cards[number] for number in order)
@@ -157,8 +160,8 @@ def _copying(rng: Rng, index: int) -> Callable[[int], Draft]:
 TASKS: dict[str, Task] = {
     "arithmetic": Task("running_lines", _arithmetic, 100),
     "tracing": Task("running_lines", _tracing, 100),
-    "sorting": Task("numbered_lines", _sorting, 100),
-    "copying": Task("copied_lines", _copying, 48),
+    "sorting": Task("aligned_lines", _sorting, len(GIVEN_NAMES)),
+    "copying": Task("aligned_lines", _copying, 48),
 }
 
 

@@ -9,7 +9,7 @@
 | `qa_f1_score`, `rouge_score`, `rouge_l_recall`, `count_score`, `retrieval_score`, `code_sim_score` | LongBench's (the best over the references) |
 | `classification_score` | LongBench's; needs `all_classes` |
 | `first_digits`, `first_number`, `holds_word`, `names_word`, `option_letter`, `marked_option`, `qa_f1_characters`, `rouge_lsum` | InfiniteBench's |
-| `numbered_lines`, `running_lines`, `copied_lines` | lines of a long answer that are right, in order |
+| `running_lines`, `aligned_lines` | lines of a long answer that are right, in order |
 """  # noqa: E501 - a table row
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from saccade.eval.metrics.longbench import (
     retrieval_score,
     rouge_score,
 )
-from saccade.eval.metrics.longgen import copied_lines, last_line, numbered_lines, running_lines
+from saccade.eval.metrics.longgen import aligned_lines, last_line, running_lines
 from saccade.eval.metrics.rouge import rouge_l, rouge_l_recall
 from saccade.eval.metrics.suite import (
     exact,
@@ -55,9 +55,9 @@ from saccade.eval.metrics.suite import (
 
 __all__ = [
     "METRICS",
+    "aligned_lines",
     "classification_score",
     "code_sim_score",
-    "copied_lines",
     "count_score",
     "dataset2metric",
     "exact",
@@ -66,7 +66,6 @@ __all__ = [
     "last_line",
     "longbench_score",
     "normalize_answer",
-    "numbered_lines",
     "ordered",
     "prefix",
     "qa_f1_score",
@@ -98,7 +97,7 @@ METRICS: dict[str, Callable[..., float]] = {
         scorer.__name__: _whole(scorer)
         for scorer in (exact, prefix, recall, iou, ordered, token_accuracy, string_match_all, string_match_part)
     },
-    **{scorer.__name__: _whole(scorer) for scorer in (numbered_lines, running_lines, copied_lines)},
+    **{scorer.__name__: _whole(scorer) for scorer in (running_lines, aligned_lines)},
     **{
         scorer.__name__: _best(scorer)
         for scorer in (

@@ -17,13 +17,6 @@ _WORD = re.compile(r"[^\W_]+")
 _SUM = re.compile(r"[\s*`]*(-?\d+)\s*([+-])\s*(\d+)\s*=\s*(-?\d+)")
 
 
-def numbered_lines(prediction: str, references: Sequence[str]) -> float:
-    """Share of the references that are written under their own number, in order."""
-    wanted = {number: _words(text) for number, text in _parsed(references)}
-    found = (number for number, text in _firsts(prediction).items() if _words(text) == wanted.get(number))
-    return _rising(found) / len(references)
-
-
 def running_lines(prediction: str, references: Sequence[str]) -> float:
     """Share of the steps that are right, in order. A line is "NUMBER. LABEL: BEFORE + STEP = AFTER" (or BEFORE - STEP).
 
@@ -45,7 +38,7 @@ def running_lines(prediction: str, references: Sequence[str]) -> float:
     return _rising(right) / len(references)
 
 
-def copied_lines(prediction: str, references: Sequence[str]) -> float:
+def aligned_lines(prediction: str, references: Sequence[str]) -> float:
     """Share of the references that are written, in order: the longest common subsequence of whole lines.
 
     A line's number must follow that of the numbered line before it (the first one's is the first reference's), not be
@@ -68,7 +61,7 @@ def copied_lines(prediction: str, references: Sequence[str]) -> float:
     return row[-1] / len(references)
 
 
-LINE_METRICS = tuple(scorer.__name__ for scorer in (numbered_lines, running_lines, copied_lines))
+LINE_METRICS = tuple(scorer.__name__ for scorer in (running_lines, aligned_lines))
 
 
 def last_line(prediction: str, references: Sequence[str]) -> float:
