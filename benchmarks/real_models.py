@@ -22,6 +22,7 @@ from saccade.eval.setting import load
 from saccade.eval.stats import Interval
 from saccade.eval.summary import Cell, Group, load_groups
 from saccade.files import write_text
+from saccade.methods.policy import Policy
 
 FAMILIES = {"facts": (("natural:facts",), 50), "ruler": (("ruler:all",), 4), "long": (("long:all",), 13)}
 HALF = 0.5  # of the possible score
@@ -55,7 +56,7 @@ def table(groups: dict[str, list[Cell]], rows: list[str], left_out: dict[str, li
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     cells = {name: {cell.run.policy: cell for cell in own} for name, own in groups.items()}
     for policy in ["dense", *rows]:
-        own = [found.get(policy) for found in cells.values()]
+        own = [found.get(Policy.parse(policy).text) for found in cells.values()]
         if not any(own):
             continue
         scores = ["" if cell is None else _score(cell, policy) for cell in own]

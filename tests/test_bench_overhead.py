@@ -11,10 +11,18 @@ FILE = Path(__file__).parents[1] / "benchmarks" / "python_overhead.py"
 
 
 def test_counts_grow_with_the_batch_and_chains_begin_at_the_step():
-    command = [sys.executable, str(FILE), "--policies", "dense;psa(epsilon=0.7)", "--batches", "1,4", "--chains"]
+    command = [
+        sys.executable,
+        str(FILE),
+        "--policies",
+        "dense;psa(rank=cuboid)",
+        "--batches",
+        "1,4",
+        "--chains",
+    ]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
     rows = [re.fullmatch(r"(\S+) +(\d+) +(\d+) +([\d.]+) +(\d+)  (\d+) \((\w+)\)", line) for line in lines[::2]]
-    assert [(row[1], row[2]) for row in rows] == [(p, b) for p in ("dense", "psa(epsilon=0.7)") for b in ("1", "4")]
+    assert [(row[1], row[2]) for row in rows] == [(p, b) for p in ("dense", "psa(rank=cuboid)") for b in ("1", "4")]
     calls = [int(row[3]) for row in rows]
     assert 0 < calls[0] < calls[1]
     assert calls[0] < calls[2] < calls[3]  # choosing takes calls

@@ -33,8 +33,8 @@ MIXED = [
     "arkvale(budget=70, sinks=1, window=1)",
     "quest(budget=64, dense_layers=1)",
     "quest(budget=55, dense_layers=1)",
-    "psa(epsilon=0.4, microbatch=1)",
-    "psa(epsilon=0.9, microbatch=1)",
+    "psa(epsilon=0.4, microbatch=1, rank=cuboid)",
+    "psa(epsilon=0.9, microbatch=1, rank=cuboid)",
 ]
 LENGTHS = [30, 190, 70, 158, 159, 159, 160, 190, 190]  # where blocks fill
 
@@ -118,7 +118,7 @@ def test_rows_whose_blocks_are_not_resident_are_not_served(runner):
 
 def test_numbers_are_no_part_of_a_kind_of_step(runner):
     """Whatever their epsilons and budgets, requests share groups, and steps one kind, which one graph would serve."""
-    policies = [f"psa(epsilon={share}, microbatch=1)" for share in (0.1, 0.7)]
+    policies = [f"psa(epsilon={share}, microbatch=1, rank=cuboid)" for share in (0.1, 0.7)]
     policies += [f"arkvale(budget={budget})" for budget in (170, 200, 256)]
     device, lengths = DeviceBackend(runner), [190, 70, 300, 290, 50]
     sequences = Sequences(runner, policies, lengths)
@@ -169,7 +169,7 @@ def test_kinds_that_come_and_go_push_no_recording_out():
 
 
 def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner):
-    sequences = Sequences(runner, ["psa(epsilon=0.5, microbatch=1)"] * 2, [222, 190])
+    sequences = Sequences(runner, ["psa(epsilon=0.5, microbatch=1, rank=cuboid)"] * 2, [222, 190])
     device = DeviceBackend(runner)
     both = device.run(sequences.step(), sequences.memories)
     alone = sequences.step()
@@ -178,7 +178,7 @@ def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner)
     assert counted(both[100])[0][0].calls == 1
     layers, _ = counted(second[101])
     assert layers[0].calls == 2
-    again = Sequences(runner, ["psa(epsilon=0.5, microbatch=1)"] * 2, [222, 190])
+    again = Sequences(runner, ["psa(epsilon=0.5, microbatch=1, rank=cuboid)"] * 2, [222, 190])
     steps = [reference(again)[1] for _ in range(2)]
     for layer in range(2):
         wanted = sum(context.stats[1, layer].pairs() for context in steps)
@@ -265,8 +265,8 @@ def test_who_is_not_served_is_told_why(runner):
     assert reason("psa(rank=keys, rest=estimate)") is None
     assert "not of 8" in reason("psa(rank=keys, rest=estimate, block_size=8)")
     assert "each KV head" in reason("psa(rank=keys, rest=estimate, unit=layer)")
-    assert "each KV head" in reason("psa(unit=layer)")
-    assert "microbatch" in reason("psa(microbatch=17)")
+    assert "each KV head" in reason("psa(unit=layer, rank=cuboid)")
+    assert "microbatch" in reason("psa(microbatch=17, rank=cuboid)")
     sequences = Sequences(runner, ["dense"], [40])
     sequences.memories[0].states[1] = object()
     assert "state" in device.serves(sequences.step(), 0, sequences.memories[0])
@@ -282,7 +282,10 @@ def test_more_requests_than_a_step_holds_take_several(runner):
 def test_a_step_that_fails_is_taken_back_alone(runner, monkeypatch, error):
     """In the middle of a layer, after kernels have left words for those that did not run: the step then gives, tried
     again, what it gives in one go."""
-    policies, lengths = ["psa(epsilon=0.4, microbatch=1)", "psa(epsilon=0.8, microbatch=1)"], [190, 222]
+    policies, lengths = (
+        ["psa(epsilon=0.4, microbatch=1, rank=cuboid)", "psa(epsilon=0.8, microbatch=1, rank=cuboid)"],
+        [190, 222],
+    )
     ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
     device, step = DeviceBackend(runner), ours.step()
     monkeypatch.setattr(progressive, "merge", Once(progressive.merge, error, at=2))

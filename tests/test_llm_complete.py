@@ -9,7 +9,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade.errors import RequestError
 
 CONTEXT, QUESTION, OTHER = (random_ids(length, seed=length) for length in (200, 9, 13))
-PSA = "psa(epsilon=0.4, block_size=16, microbatch=1)"
+PSA = "psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)"
 SPARSE = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
 
 

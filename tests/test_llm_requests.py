@@ -265,7 +265,7 @@ def test_topk_counts_what_it_scored(llm):
 
 def test_psa_reports_what_it_read_not_what_it_ranked(llm):
     """epsilon 0: 2 sinks, the last full, the partial block and one microbatch of 16-token blocks each."""
-    report = report_of(llm, "psa(epsilon=0, block_size=16, microbatch=2)")
+    report = report_of(llm, "psa(epsilon=0, block_size=16, microbatch=2, rank=cuboid)")
     decode = report["decode"]
     reads = sum(16 * (3 + 2) + n % 16 for n in range(201, 208))
     assert decode["keys_attended"] == 3 * reads
@@ -278,7 +278,7 @@ def test_psa_reports_what_it_read_not_what_it_ranked(llm):
     [
         ("streaming", ("prefill", "decode")),
         ("flexprefill", ("prefill",)),
-        ("psa", ("decode",)),
+        ("psa(rank=cuboid)", ("decode",)),
         ("topk", ("decode",)),
         ("dense", ()),
     ],

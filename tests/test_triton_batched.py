@@ -208,7 +208,7 @@ def test_equal_scores_go_to_the_lower_block(choose):
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_rows_rank_the_blocks_that_psa_ranks(size):
-    method = PSA(block_size=size, microbatch=2)
+    method = PSA(block_size=size, microbatch=2, rank="cuboid")
     rows = Rows([20, 0, 6 * size - 1, 6 * size, 225, 640], size)
     choice, _, dense_upto, _ = readings([method], rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
@@ -244,7 +244,9 @@ def test_equal_scores_rank_by_block():
     ("rest", "stop"), [("last_max", "all"), pytest.param("min", "mean", marks=pytest.mark.thorough)]
 )
 def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
-    methods = [PSA(epsilon=share, block_size=16, microbatch=2, rest=rest, stop=stop) for share in (0.6, 0.9)]
+    methods = [
+        PSA(epsilon=share, block_size=16, microbatch=2, rest=rest, stop=stop, rank="cuboid") for share in (0.6, 0.9)
+    ]
     rows = Rows([20, 0, 96, 640, 225, 330], 16)
     choice, _, dense_upto, epsilon = readings(methods, rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)

@@ -47,7 +47,7 @@ def test_the_kernel_stops_where_the_loop_stops(rest, stop, size, microbatch, n):
     q, view = problem(n=n)
     read = []
     for epsilon in (0.5, 0.9, 1.0):
-        method = PSA(epsilon=epsilon, block_size=size, microbatch=microbatch, rest=rest, stop=stop)
+        method = PSA(epsilon=epsilon, block_size=size, microbatch=microbatch, rest=rest, stop=stop, rank="cuboid")
         ranking = method.select_decode(Query.of(q, view), None)
         assert isinstance(ranking, Ranking)
         read.append(both(q, view, ranking)[0])
@@ -58,7 +58,7 @@ def test_the_kernel_stops_where_the_loop_stops(rest, stop, size, microbatch, n):
 @pytest.mark.parametrize("readers", [1, 2, 5])
 def test_any_number_of_readers_gives_the_same(readers):
     q, view = problem()
-    ranking = PSA(epsilon=0.9).select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=0.9, rank="cuboid").select_decode(Query.of(q, view), None)
     expected, expected_lse = attend(q, view, ranking, backend="reference")
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
     scale = q.shape[-1] ** -0.5
@@ -82,7 +82,7 @@ def test_any_number_of_readers_gives_the_same(readers):
 def test_what_the_last_step_needed_changes_no_result():
     """Whether nobody knows, it is right, too little, too much, or beyond all there is; and the next step knows."""
     q, view = problem(n=400)
-    ranking = PSA(epsilon=0.8, block_size=16, microbatch=2).select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=0.8, block_size=16, microbatch=2, rank="cuboid").select_decode(Query.of(q, view), None)
     rule = Rule(ranking.epsilon, 2, ranking.rest, ranking.stop)
     call = (q[:, 0][None], pages_of([view]), ranking.always, ranking.order, 16, rule)
     wanted = attend_progressive(*call, scale=0.2, readers=3)
@@ -100,7 +100,9 @@ def test_what_the_last_step_needed_changes_no_result():
 
 def test_more_microbatches_than_one_window_and_a_softcap():
     q, view = problem(2, 1, 700, 32)
-    ranking = PSA(epsilon=0.9999, block_size=16, microbatch=1, rest="min").select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=0.9999, block_size=16, microbatch=1, rest="min", rank="cuboid").select_decode(
+        Query.of(q, view), None
+    )
     assert ranking.order.shape[1] > 32
     both(q, view, ranking)
     both(q, view, ranking, softcap=3.0)

@@ -214,7 +214,9 @@ class Labels(MethodState):
     def _quantized(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """``labels`` [G, m, r] as whole tiles of codes and of (least, step)."""
         low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
-        step = (high - low) / (2**self.bits - 1)
+        step = (high - low) / torch.full_like(
+            high, 2**self.bits - 1
+        )  # by a number torch would round otherwise on a GPU
         codes = ((labels - low) / step.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
         codes, extent = (_tiles(part) for part in (codes, torch.cat([low, step], -1)))
         if self.packed:
