@@ -90,7 +90,7 @@ def test_a_heavy_key_among_light_ones_contradicts_the_estimate():
     assert note == (
         f"psa estimated that {found['estimated']:.3f} of the attention weight was read; an audit of 8 rows "
         f"measured {lost:.3f} [{lost:.3f}, {lost:.3f}] in layer 0, KV head 1: "
-        "use psa(rank=keys, rest=estimate) or another method"
+        "use psa(rank=keys) or another method"
     )
     assert report.as_dict()["notes"] == [note]  # however often somebody asks
 
@@ -201,7 +201,7 @@ def test_the_way_out_fits_the_policy():
     said = found.sentence(Policy.parse("flexprefill+psa(rank=cuboid, rest=last_max)+psaw"))
     assert "measured 0.610 [0.550, 0.670] in layer 3, KV head 1, the furthest off of 4 such KV heads" in said
     assert "what the window 'psaw' hides counts as unread" in said
-    assert said.endswith("use psa(rank=keys, rest=estimate) or another method")
+    assert said.endswith("use psa(rank=keys) or another method")
     assert found.sentence(Policy.parse(SAME)).endswith("raise its bits or its margin, or use another method")
 
 

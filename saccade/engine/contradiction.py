@@ -27,7 +27,7 @@ TOLERANCE = 0.02  # of a share of the weight, below which an estimate may lie ab
 QUIET_SECONDS = 600.0  # between two warnings in the log about one policy
 POLICIES = 64  # whose last warning is remembered
 # Held on every model that it was measured on (docs/evaluation.md#drift).
-INSTEAD = "psa(rank=keys, rest=estimate)"
+INSTEAD = "psa(rank=keys)"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _beside(
 
 def _way_out(policy: Policy) -> str:
     decode = policy.decode
-    if decode.name == "psa" and (getattr(decode, "rank", None), getattr(decode, "rest", None)) == ("keys", "estimate"):
+    if decode.name == "psa" and (getattr(decode, "rank", None), getattr(decode, "rule", None)) == ("keys", "estimate"):
         return "raise its bits or its margin, or use another method"
     return f"use {INSTEAD} or another method"
 
