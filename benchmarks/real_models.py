@@ -21,11 +21,11 @@ from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.setting import load
 from saccade.eval.stats import Interval
 from saccade.eval.summary import Cell, Group, load_groups
+from saccade.eval.weak import dense_score
 from saccade.files import write_text
 from saccade.methods.policy import Policy
 
 FAMILIES = {"facts": (("natural:facts",), 50), "ruler": (("ruler:all",), 4), "long": (("long:all",), 13)}
-HALF = 0.5  # of the possible score
 SHARES, COVERED = (0.05, 0.1, 0.25), (0.9, 0.95, 0.98)
 BASELINES = ("streaming(window={keys})", "psa(rank=cuboid, epsilon=0.95)", "psa(rank=cuboid, rest=min, epsilon=0.95)")
 
@@ -69,12 +69,10 @@ def table(groups: dict[str, list[Cell]], rows: list[str], left_out: dict[str, li
 
 def answerable(group: Group, keep_all: bool) -> tuple[list[Cell], list[str]]:
     """Every run over the tasks that dense does to half or more, and the other tasks."""
-    dense = {task: cell.score or 0.0 for task, _, cell in group.cells if cell.run.policy == "dense"}
-    kept = {task for task, score in dense.items() if keep_all or score >= HALF}
-    cells = [group.cell(run, lambda row: row["task"] in kept) for run in group.runs]
-    return [cell for cell in cells if cell.n], [
-        f"{task} ({100 * dense[task]:.0f})" for task in dense if task not in kept
-    ]
+    dense = next(found for run in group.runs if run.policy == "dense" and (found := dense_score(run)))
+    low = {} if keep_all else dense.low
+    cells = [group.cell(run, lambda row: row["task"] not in low) for run in group.runs]
+    return [cell for cell in cells if cell.n], [f"{task} ({100 * score:.0f})" for task, score in low.items()]
 
 
 def _score(cell: Cell, policy: str) -> str:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 0.02  # of a share of the weight, below which an estimate may lie above the truth
 QUIET_SECONDS = 600.0  # between two warnings in the log about one policy
 POLICIES = 64  # whose last warning is remembered
-# Held on every model that it was measured on (docs/evaluation.md#drift).
+# Held on every model that it was measured on (docs/real-models.md).
 INSTEAD = "psa(rank=keys)"
 
 

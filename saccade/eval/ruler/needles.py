@@ -97,7 +97,7 @@ def _units(niah: Niah, name: str, items: Items, rng: Rng, text: Sequence[str] | 
     if niah.haystack == "repeat":
         return (lambda size: [REPEATED] * size), "\n"
     if niah.haystack == "text":
-        return turned(text, rng) if text is not None else made_up(rng), " "
+        return _turned(text, rng) if text is not None else _made_up(rng), " "
     lines: list[str] = []
 
     def others(size: int) -> Sequence[str]:
@@ -108,7 +108,7 @@ def _units(niah: Niah, name: str, items: Items, rng: Rng, text: Sequence[str] | 
     return others, "\n"
 
 
-def made_up(rng: Rng) -> Units:
+def _made_up(rng: Rng) -> Units:
     seed = rng.below(2**32)
     found: list[str] = []
 
@@ -123,7 +123,7 @@ def made_up(rng: Rng) -> Units:
     return units
 
 
-def turned(text: Sequence[str], rng: Rng) -> Units:
+def _turned(text: Sequence[str], rng: Rng) -> Units:
     """From a sentence drawn at random, around the text's end: samples do not share one beginning."""
     start = rng.below(len(text))
     around = [*text[start:], *text[:start]]

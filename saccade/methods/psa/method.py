@@ -94,6 +94,11 @@ class PSA(BlockMethod):
         return self.rest or ("estimate" if self.rank in MARGINS else "last_max")
 
     @property
+    def spare(self) -> float:
+        """``margin``, or what stands for it where a policy names none."""
+        return MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin
+
+    @property
     def dense_upto(self) -> int:
         """Rows of up to so many keys read everything: what is always read and one microbatch are all that there is."""
         return (SINK_BLOCKS + LAST_BLOCKS + 1 + self.microbatch) * self.block_size - 1
@@ -146,7 +151,7 @@ class PSA(BlockMethod):
             rest=self.rule,
             stop=self.stop,
             estimates=estimates if self.rule == "estimate" else None,
-            margin=MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin,
+            margin=self.spare,
             ranked=stop - SINK_BLOCKS if begun is not None else None,
             complete=complete if begun is not None else None,
         )
@@ -167,7 +172,7 @@ class PSA(BlockMethod):
             stop=self.stop,
             epsilon=self.epsilon,
             dense_upto=self.dense_upto,
-            margin=MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin,
+            margin=self.spare,
             bits=self.bits if by_keys else 0,
         )
         return DevicePlan.alike(self, spec, ranked)
