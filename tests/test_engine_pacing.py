@@ -14,10 +14,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import SamplingParams
 from saccade.engine.acceptance import Proposal, decided, propose
 from saccade.engine.lookup import STRETCH, Lookup
-from saccade.engine.pace import LEAST, Pace
-from saccade.engine.pacing import Pacing
-from saccade.engine.stakes import forecast
-from saccade.engine.step_times import Kind, Times, best_length, tokens_of_round
+from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, Times, forecast, tokens_of_round
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST
@@ -141,7 +138,7 @@ def test_the_length_is_the_best_of_all_and_grows_with_acceptance():
     measured(pacing, kind, plain=1.0, draft=0.25)
     times, before = pacing.times(kind), 0
     for chance in (0.5, 0.7, 0.9, 0.98):
-        length, speed = best_length(chance, times, MOST)
+        length, speed = times.best([chance])
         speeds = [tokens_of_round(chance, k) / (0.25 * k + 1.0 + 0.02 * k) for k in range(1, MOST + 1)]
         assert speed == pytest.approx(max(speeds), rel=0.01)
         assert speeds[length - 1] > 0.99 * max(speeds)
@@ -297,8 +294,8 @@ def test_padded_verifications_cost_what_their_room_costs():
     times.draft.extend([0.1] * 3)
     times.verify.extend([(3.0, 1.1), (3.0, 1.1), (7.0, 1.2), (7.0, 1.2)])
     assert [times.rounded(drafts) for drafts in (1, 2, 3, 4, 7, 8, 15)] == [1, 3, 3, 7, 7, 15, 15]
-    assert times.of_round(5) == pytest.approx(0.5 + 1.2)
-    assert times.of_round(2) == pytest.approx(0.2 + 1.1)
-    assert 1.2 < times.of_round(8) - 0.8 < 2.0  # not measured: on the line through the others
-    assert best_length(0.75, times, 15)[0] == 3
-    assert best_length(0.9, times, 15)[0] == 7
+    assert times.rounds()[5 - 1] == pytest.approx(0.5 + 1.2)
+    assert times.rounds()[2 - 1] == pytest.approx(0.2 + 1.1)
+    assert 1.2 < times.rounds()[8 - 1] - 0.8 < 2.0  # not measured: on the line through the others
+    assert times.best([0.75])[0] == 3
+    assert times.best([0.9])[0] == 7

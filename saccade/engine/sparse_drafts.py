@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 
 from saccade.engine.draft_rounds import Round, speculation_of
 from saccade.engine.drafting import has_one_row, reserved, room
-from saccade.engine.pace import shared_length
-from saccade.engine.pacing import Pacing
+from saccade.engine.pacing import Kind, Pacing, shared_length
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.speculation import Speculation
 from saccade.engine.step import ScheduledRequest, StepResult
-from saccade.engine.step_times import Kind
 from saccade.engine.worker import Worker
 from saccade.methods.verified import MOST, UNLEARNT, Verified
 
@@ -111,7 +109,7 @@ class SparseDrafts:
             elif rows.phase == "decode":
                 resting.append(speculation)
         for speculation in resting:
-            speculation.pace.rested()
+            speculation.pace.ledger.worth += 1.0
         for draft in {speculation.pace.draft for speculation in resting}:
             self.pacing.ledger(draft).worth += 1.0
         return True

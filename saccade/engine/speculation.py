@@ -9,8 +9,7 @@ from typing import Any
 from saccade.engine.acceptance import Proposal, propose
 from saccade.engine.carried import Weighed
 from saccade.engine.lookup import Lookup
-from saccade.engine.pace import Pace
-from saccade.engine.pacing import Pacing
+from saccade.engine.pacing import Pace, Pacing
 from saccade.engine.phase_stats import LayerStats, PhaseStats
 from saccade.engine.sampler import Sampler
 from saccade.methods.verified import Verified

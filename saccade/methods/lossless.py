@@ -37,7 +37,7 @@ class Lossless(Verified):
     other, and one dense pass over them all decides which of them stay.
 
     ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 15, and none
-    where they are not (``engine/pace.py``); a number drafts so many, always. ``lookup``: where the last ``lookup``
+    where they are not (``engine/pacing.py``); a number drafts so many, always. ``lookup``: where the last ``lookup``
     tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed there is drafted
     too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks that a draft chooses
     for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last verified row, where the
