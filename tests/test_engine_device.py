@@ -13,13 +13,14 @@ from kv_helpers import move_blocks
 from tiny_models import make_checkpoint
 
 from saccade.engine import device_attention
-from saccade.engine.attention import Watch
+from saccade.engine.attention import StepFailedError, Watch
 from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
 from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
 from saccade.engine.phase_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
+from saccade.engine.step import StepInput
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
 from saccade.ops.triton import progressive
@@ -273,7 +274,10 @@ def test_who_is_not_served_is_told_why(runner):
 
 
 def test_more_requests_than_a_step_holds_take_several(runner):
-    parts = DeviceBackend(runner).parts([3, *range(10, 140)])
+    sequences = Sequences(runner, ["dense"], [40])
+    step = sequences.step()
+    step = StepInput(step.scheduled * 140, step.input_ids, step.positions, tuple(range(141)))
+    parts = DeviceBackend(runner).parts(step, [3, *range(10, 140)], sequences.memories)
     assert [len(part) for part in parts] == [64, 64, 3]
     assert [number for part in parts for number in part] == [3, *range(10, 140)]
 
@@ -289,7 +293,7 @@ def test_a_step_that_fails_is_taken_back_alone(runner, monkeypatch, error):
     ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
     device, step = DeviceBackend(runner), ours.step()
     monkeypatch.setattr(progressive, "merge", Once(progressive.merge, error, at=2))
-    with pytest.raises(device.Failed, match=str(error)):
+    with pytest.raises(StepFailedError, match=str(error)):
         device.run(step, ours.memories)
     assert [memory.kv.length for memory in ours.memories.values()] == lengths
     assert not kept_zeros(torch.device("cpu"), 1).any()
@@ -311,7 +315,7 @@ def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
     device, step = DeviceBackend(runner), ours.step()
     with monkeypatch.context() as patched:
         patched.setattr("saccade.engine.device.fetch_tokens", Once(None, ZeroDivisionError("lost"), at=1))
-        with pytest.raises(device.Failed, match="lost"):
+        with pytest.raises(StepFailedError, match="lost"):
             device.run(step, ours.memories)
     assert [memory.kv.length for memory in ours.memories.values()] == lengths
     for taken in (device.run(step, ours.memories), device.run(ours.step(), ours.memories)):
@@ -328,10 +332,10 @@ def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkey
     device, step, calls = DeviceBackend(runner), sequences.step(), []
     monkeypatch.setattr(device_attention, "band_lists", lambda *_: calls.append(1) or 1 / 0)
     for _ in range(5):
-        with pytest.raises(device.Failed, match="ZeroDivisionError"):
+        with pytest.raises(StepFailedError, match="ZeroDivisionError"):
             device.run(step, sequences.memories)
     assert len(calls) == 3
-    with pytest.raises(device.Failed, match=r"failed 3 times .* not tried again"):
+    with pytest.raises(StepFailedError, match=r"failed 3 times .* not tried again"):
         device.run(step, sequences.memories)
     assert device.run(step.part([0]), sequences.memories)[100].logits is not None  # another kind
 
@@ -343,7 +347,7 @@ def test_running_out_of_memory_gives_no_kind_of_step_up(runner, monkeypatch):
         patched.setattr(device_attention, "append_rows", Once(None, torch.cuda.OutOfMemoryError("no memory"), at=1))
         for _ in range(5):
             device_attention.append_rows.left = 1
-            with pytest.raises(device.Failed, match="no memory"):
+            with pytest.raises(StepFailedError, match="no memory"):
                 device.run(step, sequences.memories)
     assert device.run(step, sequences.memories)[100].logits is not None
 

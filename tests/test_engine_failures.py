@@ -12,6 +12,7 @@ import pytest
 from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
+from saccade.engine.host_pass import HostPass
 from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
@@ -159,15 +160,15 @@ def test_passes_that_always_break_in_company_keep_no_request_from_its_end(tiny_l
     was left alone, so that it broke in company again, for ever."""
     packed = make(tiny_llama, exact=False, chunk=8)
     want = [tokens(packed.generate(ids, GREEDY, policy="h2o(budget=24)")[0]) for ids in prompts[:3]]
-    real, broken = Worker._pass, []
+    real, broken = HostPass.run, []
 
-    def only_alone(self, step, result):
-        if len(step) > 1:
-            broken.append(len(step))
+    def only_alone(self):
+        if len(self.step) > 1:
+            broken.append(len(self.step))
             raise MemoryError("too little memory for two")
-        real(self, step, result)
+        real(self)
 
-    monkeypatch.setattr(Worker, "_pass", only_alone)
+    monkeypatch.setattr(HostPass, "run", only_alone)
     outputs = packed.generate(prompts[:3], GREEDY, policy="h2o(budget=24)")
     assert [tokens(output) for output in outputs] == want
     assert 2 <= len(broken) < 40

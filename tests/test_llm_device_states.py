@@ -11,6 +11,7 @@ from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.attention import StepFailedError
 from saccade.methods.cis import triton_one_launch
 from saccade.methods.labels import recorded
 from saccade.methods.lfps import triton_row_choice
@@ -149,7 +150,7 @@ def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, pol
             def twice(step, memories, *times):
                 try:
                     return run(step, memories, *times)
-                except device.Failed:
+                except StepFailedError:
                     return run(step, memories, *times)
 
             patched.setattr(device, "run", twice)

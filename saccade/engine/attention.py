@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-
-from torch import Tensor
 
 from saccade.engine.audit import RowAudit
 from saccade.engine.bounds import Bounds
@@ -14,8 +12,7 @@ from saccade.engine.clock import Clock
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall, LogitsObserver, Observer
 from saccade.engine.pulse import Pulse
-from saccade.engine.step import RequestResult, StepInput
-from saccade.models.interface import LayerAttention
+from saccade.engine.step import StepInput, StepResult
 
 
 @dataclass
@@ -60,28 +57,45 @@ class Watch:
             self.maps[call.request](call)
 
 
-class StepAttention(Protocol):
-    """The attention of one planned step; an attention context of the layer loop (models.interface)."""
+class StepFailedError(RuntimeError):
+    """A planned step did not run: nothing of it counts as stored, and another backend must serve its requests."""
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        """Store the new rows' ``k``, ``v`` [kv_heads, rows, head_dim] and attend for ``q`` [heads, rows, head_dim]."""
-        ...
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take the keys and values of rows that skip ``layer``."""
+class StepShortError(StepFailedError):
+    """Nothing of a step holds because the device had no room for all that it read."""
+
+
+class PlannedStep(Protocol):
+    """Requests of a step whose attention a backend has planned, as far as it is known before it runs."""
+
+    def run(self) -> None:
+        """Run all layers and write down what the rows did. Each layer's queries, keys and values go to the backend's
+        attention context (models.interface.AttentionContext). StepFailedError: others must serve the requests; what
+        else it raises is the fault of one of them."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """Serves steps on one kind of device. ``results`` are filled in while the step runs, by request id."""
+    """Serves requests of steps on one kind of device. The worker asks one backend after the other."""
 
     def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
         """Why request ``index`` of a step cannot be served here; None where it can."""
         ...
 
+    def parts(
+        self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]
+    ) -> Sequence[Sequence[int]]:
+        """The served requests ``which`` in as many planned steps as they need, rising numbers in each."""
+        ...
+
     def plan(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
-    ) -> StepAttention:
-        """What the layers of this step will read, as far as that can be known before it runs. ``memories`` by sequence
-        id."""
+        self,
+        step: StepInput,
+        memories: Mapping[int, SequenceMemory],
+        result: StepResult,
+        times: int = 1,
+        goes_on: bool = False,
+    ) -> PlannedStep:
+        """The whole of ``step``, planned; ``memories`` by sequence id. ``result`` is filled in while it runs. ``times``
+        and ``goes_on``: see worker.Worker.run."""
         ...

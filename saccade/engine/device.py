@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from saccade.copied import Copied
 from saccade.engine import device_prefill as prefill
-from saccade.engine.attention import Watch
+from saccade.engine.attention import StepFailedError, StepShortError, Watch
 from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
@@ -31,7 +32,7 @@ from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.phase_stats import ran_dense
-from saccade.engine.step import RequestResult, StepInput
+from saccade.engine.step import RequestResult, StepInput, StepResult
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
@@ -40,21 +41,26 @@ from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 
 
-class StepFailedError(RuntimeError):
-    """A batched step did not run: nothing of it counts as stored, and its requests must be served otherwise."""
+@dataclass(frozen=True)
+class DevicePass:
+    """Requests that the device runs in one recorded step (see engine.attention.PlannedStep)."""
 
+    device: DeviceBackend
+    step: StepInput
+    memories: Mapping[int, SequenceMemory]
+    result: StepResult
+    times: int
+    goes_on: bool
 
-class StepShortError(StepFailedError):
-    """Nothing of a step holds because the device had no room for all that it read."""
+    def run(self) -> None:
+        self.result.requests |= self.device.run(self.step, self.memories, self.times, self.goes_on)
+        self.result.fresh |= self.device.fresh
 
 
 class DeviceBackend(DeviceServing):
     """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while somebody
     looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run as a
     larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
-
-    Failed = StepFailedError
-    Short = StepShortError
 
     def __init__(
         self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True
@@ -84,6 +90,24 @@ class DeviceBackend(DeviceServing):
     def _come_back(self) -> None:
         self._rooms.come_back()
         self._tiers.come_back()
+
+    def parts(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[list[int]]:
+        """See AttentionBackend. What was launched ahead is forgotten where there are none."""
+        found = super().parts(step, which, memories)
+        if not found:
+            self.forget_ahead()
+        return found
+
+    def plan(
+        self,
+        step: StepInput,
+        memories: Mapping[int, SequenceMemory],
+        result: StepResult,
+        times: int = 1,
+        goes_on: bool = False,
+    ) -> DevicePass:
+        """See AttentionBackend; :meth:`run` says more."""
+        return DevicePass(self, step, memories, result, times, goes_on)
 
     def run(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1, goes_on: bool = False

@@ -74,36 +74,22 @@ class DeviceServing:
             return "layers with sliding windows are attended by the host"
         return prefill.why_not(one, memory)
 
-    def parts(
-        self,
-        which: Sequence[int],
-        before: Sequence[int] = (),
-        verifying: Sequence[int] = (),
-        prefilling: Mapping[int, ScheduledRequest] | None = None,
-    ) -> list[list[int]]:
-        """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
-        others, and those that are ``verifying`` drafts, or ``prefilling``, in steps of their own."""
-        last = {number: one for number, one in (prefilling or {}).items() if number in which}
-        early, several = set(before), set(verifying)
-        which = [one for one in which if one not in last]
-        kinds = (
-            [one for one in which if one in early],
-            [one for one in which if one not in early and one not in several],
-            [one for one in which if one in several],
-        )
-        found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
-        return found + prefill.parts(last)
-
-    def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
-        """Those of the served requests ``which`` whose blocks must all stay resident while those of others may not."""
-        found = []
+    def parts(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[list[int]]:
+        """The served requests ``which`` in as many steps as they need: those whose blocks must all stay resident while
+        those of others may not in steps of their own before all others, those that verify drafts, or prefill, in steps
+        of their own."""
+        kinds: tuple[list[int], list[int], list[int]] = [], [], []
+        prefilling: dict[int, ScheduledRequest] = {}
         for number in which:
             one = step.scheduled[number]
-            plan = self._plans.of(one.policy).plan
-            absent = self._tiers.absent(memories[one.sequence_id].kv.pool)
-            if one.phase == "decode" and plan is not None and not plan.listed and absent:
-                found.append(number)
-        return found
+            if one.phase == "prefill":
+                prefilling[number] = one
+                continue
+            plan, pool = self._plans.of(one.policy).plan, memories[one.sequence_id].kv.pool
+            early = plan is not None and not plan.listed and self._tiers.absent(pool)
+            kinds[0 if early else 2 if one.together else 1].append(number)
+        found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+        return found + prefill.parts(prefilling)
 
     def replays(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
         """Whether the device can run a step's rows densely, too, in a step before it: single decode rows whose keys are

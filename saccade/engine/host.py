@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
+from saccade.engine.host_pass import HostPass
 from saccade.engine.host_plans import FixedPlans
 from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import JoinedRows
@@ -17,20 +18,20 @@ from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
-from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, WholeRows
+from saccade.engine.step import RequestResult, SkipCount, StepInput, StepResult, results_of
+from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, Runner, WholeRows
 from saccade.ops import cpu_rows
 
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
 
 
 class HostBackend:
-    """Plans steps for the host path (see engine.attention.AttentionBackend)."""
+    """Serves every request, in one pass of ``runner`` (see engine.attention.AttentionBackend)."""
 
-    def __init__(self, setting: Setting, own_products: bool = False) -> None:
-        """``own_products``: whether a layer's other products on few rows are C++ kernels, too."""
-        self.setting = setting
-        self._own_products = own_products
+    def __init__(self, setting: Setting, runner: Runner) -> None:
+        self.setting, self.runner = setting, runner
+        llama = getattr(runner, "llama", None)
+        self._own_products = llama is not None and llama.has_row_kernels  # on few rows, by C++ kernels
         self.fixed = FixedPlans(setting)
         self._held = HeldRows()
         self._hosting = Hosting(setting, self.fixed)
@@ -43,9 +44,29 @@ class HostBackend:
         """Every request can be served here."""
         return None
 
+    def parts(
+        self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]
+    ) -> list[Sequence[int]]:
+        """All of them together."""
+        return [which] if which else []
+
+    @torch.inference_mode()  # planning makes summaries, too
     def plan(
+        self,
+        step: StepInput,
+        memories: Mapping[int, SequenceMemory],
+        result: StepResult,
+        times: int = 1,
+        goes_on: bool = False,
+    ) -> HostPass:
+        """See AttentionBackend. A step runs once, and none is launched ahead."""
+        attention = self.attention(step, memories, result.requests)
+        return HostPass(self.runner, step, result, attention, self.setting.watch.logits, self.done)
+
+    def attention(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
     ) -> HostAttention:
+        """The attention of all rows of ``step``."""
         rows = [
             RequestRows(one, memories[one.sequence_id], results_of(results, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from saccade.engine.pass_tokens import take_logits
-from saccade.engine.step import StepInput, StepResult
+from saccade.engine.host_pass import HostPass
+from saccade.engine.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -24,18 +22,15 @@ class Advanced:
 
 
 class SuspendedPass:
-    """The pass of ``step``, the rows of one request. ``steps`` is the layer loop, which stops between layers
-    (models.interface.Runner.steps) on ``device``; what it does is written down in ``result``.
+    """A planned pass over the rows of one request, whose layer loop stops between layers on ``device``.
 
     All that a pass needs is its own: hidden states, what is planned of its attention, counts. It shares nothing with
     passes that run meanwhile but blocks and weights.
     """
 
-    def __init__(
-        self, step: StepInput, result: StepResult, steps: Generator[int, None, Tensor], device: torch.device
-    ) -> None:
-        self.step, self.result, self.device = step, result, device
-        self._steps = steps
+    def __init__(self, planned: HostPass, device: torch.device) -> None:
+        self.step, self.result, self.device = planned.step, planned.result, device
+        self._planned, self._steps = planned, planned.steps()
         self._layers, self._seconds = 0, 0.0
 
     def advance(self, seconds: float) -> Advanced:
@@ -49,7 +44,7 @@ class SuspendedPass:
             try:
                 self._layers = next(self._steps)
             except StopIteration as stop:
-                take_logits(self.step, self.result, stop.value, there=stop.value.is_cuda)
+                self._planned.take(stop.value)
                 ended = True
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # a launch says nothing of what it takes

@@ -7,18 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from saccade.engine.host import HostAttention, HostBackend
+from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
+from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.pass_tokens import take_logits
-from saccade.engine.sampler import NOT_FINITE, row_logprobs
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult, results_of
+from saccade.engine.step import RequestResult, StepInput, StepResult, results_of
 from saccade.engine.suspended import Advanced, SuspendedPass
-from saccade.models.interface import Runner, ScoredRows, Segment
+from saccade.models.interface import Runner
 from saccade.ops import triton
 
 if TYPE_CHECKING:
@@ -71,9 +68,13 @@ class Worker:
         self.memories: dict[int, SequenceMemory] = {}
         self._alone = Alone()
         self._suspended: dict[int, SuspendedPass] = {}  # by request
-        llama = getattr(runner, "llama", None)
-        self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
+        self.host = HostBackend(setting, runner)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
+
+    @property
+    def backends(self) -> tuple[AttentionBackend, ...]:
+        """In the order in which they are asked; the last serves every request."""
+        return (self.host,) if self.device is None else (self.device, self.host)
 
     @property
     def runs_ahead(self) -> bool:
@@ -108,15 +109,9 @@ class Worker:
         for part in self._parts(step):
             if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
                 part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
-            left = self._run_on_device(step, part, result, times, goes_on and len(part) == len(step))
-            if left:
-                packed = step.part(left)
-                try:
-                    self._pass(packed, result)
-                except Exception as error:
-                    self._broke(packed, result, error)
-                finally:
-                    self.host.done()
+            ahead = goes_on and len(part) == len(step)
+            for backend in self.backends:
+                part = self._run_on(backend, step, part, result, times, ahead)
         for one in whole.scheduled:
             if result.requests[one.request_id].is_good:
                 self.memories[one.sequence_id].end_step()
@@ -131,10 +126,8 @@ class Worker:
         self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
         result = StepResult({one.request_id: RequestResult.of(one)})
         (request,) = step.request_ids
-        given, asked, _ = self._asked(step, result)  # a prefill's rows: nobody looks at them
-        self._suspended[request] = SuspendedPass(
-            step, result, self.runner.steps(*given, **asked), torch.device(self.runner.device)
-        )
+        planned = self.host.plan(step, self.memories, result)
+        self._suspended[request] = SuspendedPass(planned, torch.device(self.runner.device))
 
     @torch.inference_mode()
     def advance(self, request: int, seconds: float) -> Advanced:
@@ -175,42 +168,43 @@ class Worker:
         together = [number for number in range(len(step)) if number not in single]
         return [together, *alone] if together else alone
 
-    def _run_on_device(
-        self, step: StepInput, which: Sequence[int], result: StepResult, times: int, goes_on: bool
+    def _run_on(
+        self,
+        backend: AttentionBackend,
+        step: StepInput,
+        which: Sequence[int],
+        result: StepResult,
+        times: int,
+        goes_on: bool,
     ) -> list[int]:
-        """Run the requests among ``which`` that recorded steps serve; returns the others."""
-        device = self.device
-        if device is None:
-            return list(which)
-        left: list[int] = []
+        """Run the requests among ``which`` that a backend serves; returns the others, rising."""
         served: list[int] = []
+        left: list[int] = []
         for number in which:
-            why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
+            why_not = backend.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
-        verifying = [number for number in served if step.scheduled[number].together]
-        prefilling = {number: one for number in served if (one := step.scheduled[number]).phase == "prefill"}
-        parts = device.parts(served, device.before(step, served, self.memories), verifying, prefilling)
-        if not parts:
-            device.forget_ahead()
+        parts = backend.parts(step, served, self.memories)
         goes_on = goes_on and not left and len(parts) == 1
         for part in parts:
+            packed = step.part(part)
             try:
-                result.requests |= device.run(step.part(part), self.memories, times, goes_on)
-                result.fresh |= device.fresh
-            except device.Short as error:  # the host brings in as much as there is room for at a time
-                for number in part:
-                    one = step.scheduled[number]
-                    result.requests[one.request_id].note(f"{one.phase}: torch served steps: {error}")
+                backend.plan(packed, self.memories, result, times, goes_on).run()
+            except StepFailedError as error:
+                self._note_failed(packed, result, error)
                 left += part
-            except device.Failed as error:
-                logger.warning("a batched step failed, its rows run one by one: %s", error)
-                for number in part:
-                    one = step.scheduled[number]
-                    result.requests[one.request_id].note(
-                        f"{one.phase}: the batched step failed and torch served rows one by one: {error}"
-                    )
-                left += part
+            except Exception as error:
+                self._broke(packed, result, error)
         return sorted(left)
+
+    def _note_failed(self, step: StepInput, result: StepResult, error: StepFailedError) -> None:
+        """Another backend serves the requests of a step that failed, or brings in as much as there is room for at a
+        time."""
+        short = isinstance(error, StepShortError)
+        if not short:
+            logger.warning("a batched step failed, its rows run one by one: %s", error)
+        why = "torch served steps" if short else "the batched step failed and torch served rows one by one"
+        for one in step.scheduled:
+            result.requests[one.request_id].note(f"{one.phase}: {why}: {error}")
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         """After a pass that broke its requests are to be tried again, each in a pass of its own, so that only those
@@ -224,71 +218,9 @@ class Worker:
                 result.requests[one.request_id].undone = True
                 self._alone.broke(one.request_id)
 
-    @torch.inference_mode()  # planning makes summaries, too
-    def _pass(self, step: StepInput, result: StepResult) -> None:
-        """The layers over all rows of ``step`` in one pass."""
-        given, asked, shown = self._asked(step, result)
-        logits, looks = self.runner.run(*given, **asked), self.setting.watch.logits
-        wanted = len(logits) - len(shown)
-        for (_, request, position), row in zip(shown, logits[wanted:]):
-            assert looks is not None, "rows are shown to those who look"
-            looks(request, position, row)
-        take_logits(step, result, logits[:wanted], there=logits.is_cuda)
-
-    def _asked(
-        self, step: StepInput, result: StepResult
-    ) -> tuple[tuple[Tensor, Tensor, HostAttention], dict[str, Any], list[tuple[int, int, int]]]:
-        """What a pass over ``step`` asks of the runner, its attention planned; and the decode rows that are looked at:
-        packed row, request, position. Their logits come last."""
-        context = self.host.plan(step, self.memories, result.requests)
-        looks = self.setting.watch.logits
-        segments: list[Segment] = []
-        wanted: list[int] = []  # packed rows whose logits choose tokens
-        scored: list[tuple[int, int, int, ScheduledRequest]] = []
-        shown: list[tuple[int, int, int]] = []  # decode rows that are looked at: packed row, request, position
-        for one, first in zip(step.scheduled, step.query_start_loc):
-            segments.append(Segment(first, one.length, one.rope_length))
-            scored += [(first + row - one.start, row + 1, token, one) for row, token in one.scored]
-            if one.all_logits:
-                wanted += range(first, first + one.length)
-            elif one.wants_logits:
-                wanted.append(first + one.length - 1)
-            if looks is not None and one.phase == "decode":
-                shown += [(first + at, one.request_id, one.start + at) for at in range(one.length)]
-        rows = np.array([*wanted, *(row for row, _, _ in shown)], dtype=np.int64)
-        asked = {
-            "segments": segments,
-            "logit_rows": torch.from_numpy(rows),  # torch looks at every number of a list by itself
-            "scored": _prompt_scores(scored, result) if scored else None,
-            "frozen": context.frozen,
-            "ahead": context.ahead_rows(),
-            "inputs": context.input_rows(),
-            "parts": context.parts(),
-            "whole": context.whole(),
-        }
-        return (step.input_ids, step.positions, context), asked, shown
-
-
-def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:
-    """``scored``: (packed row, place of the token that it predicts, that token, its request)."""
-
-    def visit(first: int, logits: Tensor) -> None:
-        part = scored[first : first + len(logits)]
-        finite = logits.amax(-1).isfinite().tolist()
-        for top in sorted({one.top for _, _, _, one in part}):  # by themselves: the rank of equals depends on it
-            which = [at for at, (_, _, _, one) in enumerate(part) if one.top == top]
-            own = logits if len(which) == len(part) else logits[which]
-            for at, entries in zip(which, row_logprobs(own, [part[at][2] for at in which], top)):
-                _, place, _, one = part[at]
-                if not finite[at]:
-                    result.requests[one.request_id].error = f"scoring the prompt: {NOT_FINITE}"
-                result.requests[one.request_id].prompt_scores[place] = entries
-
-    return ScoredRows(torch.tensor([row for row, _, _, _ in scored]), visit)
-
 
 def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
-    """Whoever serves recorded decode steps; None where the model is on no GPU or the Triton kernels are not to run."""
+    """The backend of recorded steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
         return None

@@ -79,35 +79,9 @@ class HFRunner:
         return switch + 1 if switch is not None and self.family.restarts_at_long_rope else None
 
     @torch.inference_mode()
-    def run(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        ctx: AttentionContext,
-        *,
-        segments: Sequence[Segment],
-        logit_rows: Tensor,
-        scored: ScoredRows | None = None,
-        frozen: FrozenRows | None = None,
-        ahead: AheadRows | None = None,
-        inputs: InputRows | None = None,
-        parts: Sequence[RowsPart] | None = None,
-        whole: WholeRows | None = None,
-    ) -> Tensor:
-        """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
-        steps = self._steps(
-            token_ids,
-            positions,
-            ctx,
-            segments=segments,
-            logit_rows=logit_rows,
-            scored=scored,
-            frozen=frozen,
-            ahead=ahead,
-            inputs=inputs,
-            parts=parts,
-            whole=whole,
-        )
+    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any) -> Tensor:
+        """See ``interface.Runner.run``."""
+        steps = self.steps(token_ids, positions, ctx, **asked)
         while True:
             try:
                 next(steps)
@@ -116,12 +90,6 @@ class HFRunner:
 
     @torch.inference_mode()
     def steps(
-        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any
-    ) -> Generator[int, None, Tensor]:
-        """See ``interface.Runner.steps``."""
-        return (yield from self._steps(token_ids, positions, ctx, **asked))
-
-    def _steps(
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -136,8 +104,9 @@ class HFRunner:
         parts: Sequence[RowsPart] | None = None,
         whole: WholeRows | None = None,
     ) -> Generator[int, None, Tensor]:
-        """The layer loop, which stops between two layers. What outlives a stop is its own: ``hidden`` and ``delta`` are
-        fresh tensors, and so are the rotary factors of several rows; those of one row are lent until the next pass."""
+        """See ``interface.Runner.steps``. ``segments`` must tile the rows in order; ValueError if they do not. What
+        outlives a stop is its own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several
+        rows; those of one row are lent until the next pass."""
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
