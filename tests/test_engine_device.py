@@ -17,7 +17,7 @@ from saccade.engine.attention import Watch
 from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
-from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
+from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds
 from saccade.engine.phase_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy
@@ -155,7 +155,7 @@ def test_a_larger_step_that_is_recorded_serves_a_smaller_one(runner):
 
 def test_kinds_that_come_and_go_push_no_recording_out():
     kinds = StepKinds(torch.device("cpu"), True)
-    keys = [(((form, 1),), 1024, False) for form in range(MOST_GRAPHS + 3 * MOST_NEW)]
+    keys = [Key(((form, 1),), 1024) for form in range(MOST_GRAPHS + 3 * MOST_NEW)]
     for key in keys[: MOST_GRAPHS + 2]:
         kinds.of(key, ()).graph = object()  # type: ignore[assignment]
     for key in keys[MOST_GRAPHS + 2 :]:

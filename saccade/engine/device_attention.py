@@ -106,7 +106,7 @@ class DeviceAttention:
         self.pool, self.storage, self.offers, self.tap, self.asked = pool, pool.storage, offers, tap, asked
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         several = groups[0].each > 1
-        self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
+        self.limits = buffers.seen[: groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
             offers.begin()
         self._blocks = [blocks_of(group.form) for group in groups]

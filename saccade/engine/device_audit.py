@@ -81,7 +81,7 @@ class StepAudits:
         taps = tap.addresses()
         if taps.is_cuda:  # from other memory a copy would wait for the step
             places = places.pin_memory()
-        pages = Pages(paged.k, paged.v, buffers.tables, buffers.inputs[3], self._longest)
+        pages = Pages(paged.k, paged.v, buffers.tables, buffers.lengths, self._longest)
         given = Given(taps, tap.dtype, tap.heads)
         return compare(places.to(taps.device, non_blocking=True), given, pages, scale=scale, softcap=softcap)
 

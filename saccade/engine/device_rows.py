@@ -50,9 +50,9 @@ class Asked(NamedTuple):
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    A row is a sequence's; it may have several tokens, ``each`` at most. ``inputs`` int64 [4, rows * each]: each token,
-    its position and the number of keys that it sees, its own among them; and of each row the number of keys that it has
-    after the step; 0 for padding.
+    A row is a sequence's; it may have several tokens, ``each`` at most: int64 [rows * each] are
+    ``tokens``, their ``positions`` and how many keys each has ``seen``, its own among them; and of each row ``lengths``,
+    the keys that it has after the step; 0 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
@@ -76,7 +76,8 @@ class RowBuffers:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
         self._staging = torch.zeros(4, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
-        self.inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.seen, self.lengths = self._inputs
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
@@ -105,8 +106,8 @@ class RowBuffers:
     def last_tokens(self, rows: int, each: int) -> Tensor:
         """Where the last token of each of the first ``rows`` rows stands among those of all, ``each`` a row: int64
         [rows]. 0 and on for padding."""
-        firsts = self.inputs[1, : rows * each : each]
-        last = (self.inputs[3, :rows] - firsts - 1).clamp(min=0)
+        firsts = self.positions[: rows * each : each]
+        last = (self.lengths[:rows] - firsts - 1).clamp(min=0)
         return last + torch.arange(0, rows * each, each, device=self.device)
 
     def fits(self, rows: int, blocks: int) -> bool:
@@ -145,13 +146,13 @@ class RowBuffers:
         self._staging[:3, count:] = 0
         self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self._staging[3, len(lengths) :] = 0
-        self.inputs.copy_(self._staging, non_blocking=True)
+        self._inputs.copy_(self._staging, non_blocking=True)
 
     def advance(self, tokens: Tensor) -> None:
         """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding."""
-        held = self.inputs[:, : len(tokens)]
-        held[0] = tokens.clamp(min=0)  # a token of no number ends a row on the host
-        held[1:] += held[3].sign()
+        count = len(tokens)
+        self.tokens[:count] = tokens.clamp(min=0)  # a token of no number ends a row on the host
+        self._inputs[1:, :count] += self.lengths[:count].sign()
 
     def go_ahead(self, counts: bool) -> None:
         """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""
@@ -187,7 +188,7 @@ class RowBuffers:
         """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and
         ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
         since."""
-        lengths = self.inputs[3, :rows].to(torch.int32)
+        lengths = self.lengths[:rows].to(torch.int32)
         absent = -1 if pool.tiers is None else pool.tiers.guard
         pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths
