@@ -92,7 +92,7 @@ def lengths_of(method) -> list[int]:
     size, upto = getattr(method, "block_size", 16), 400
     plan = method.device_plan(Spec)
     if plan.blocks is not None:
-        upto = plan.blocks.dense_upto
+        upto = plan.choice.dense_upto
     drawn = torch.randint(upto + 1, upto + 700, (2,)).tolist()
     return [1, upto, upto + 1, (upto // size + 2) * size, (upto // size + 3) * size + 1, *drawn]
 
@@ -129,7 +129,7 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
         rows = []
         for i in order:
             kv, blocks = every[i], plan.blocks
-            sparse = blocks is not None and lengths[i] > blocks.dense_upto
+            sparse = blocks is not None and lengths[i] > plan.choice.dense_upto
             summaries = kv.summaries(blocks.summary, blocks.size) if sparse else ()
             with monkeypatch.context() as patch:  # what methods select is found without codes
                 patch.setattr(kept_summaries, "LEAST_BLOCKS", 16)

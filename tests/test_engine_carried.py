@@ -26,7 +26,7 @@ from saccade.ops.block_scores import ranked_blocks
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
 from saccade.ops.cpu_readings import Readings
 from saccade.selection import Blocks
-from saccade.selection.plan import Everything
+from saccade.selection.readings import Everything
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 2, 32

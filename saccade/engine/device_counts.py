@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.engine.device_words import ReadCounts, RuleCounts, read_counts
 from saccade.methods.host_state import HostState
-from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
+from saccade.ops.tallies import Counted
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Reading
 
 NOTED = 32  # rows whose stopping rules are added up at once
 
@@ -19,8 +20,8 @@ NOTED = 32  # rows whose stopping rules are added up at once
 class LayerCounts:
     """What the decode rows of one request did at ``layer``.
 
-    ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
-    CPU, is what those of each unit read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
+    ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [heads], on the
+    CPU, is what each read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
     ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
     of ``estimates`` stopping rules' estimates of what they had covered, of ``units`` in a call; ``least`` the least.
     """
@@ -71,12 +72,11 @@ class LateCounts:
     def __init__(self, plan: DevicePlan, heads: int) -> None:
         self.plan, self.heads = plan, heads
         self.row: int | None = None  # of the step's buffers, where more may be counted
-        self._source: Callable[[], RuleCounts | ReadCounts] | None = None
+        self._source: Callable[[], Counted] | None = None
         self._state: HostState | None = None
         self._verified: list[tuple[int, str, int]] = []  # rows that were not added up yet
-        self._ruled: RuleCounts | None = None
         self._noted: list[tuple[Tensor, Tensor]] = []  # by rules, not added up yet
-        self._read: ReadCounts | None = None
+        self._late: Counted | None = None
         self._start_anew()
 
     def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
@@ -86,8 +86,8 @@ class LateCounts:
         self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
-            known = reading.cost(length, step) if isinstance(reading, OwnReading) else reading.cost(length)
-            kind = "dense" if whole and isinstance(reading, OwnReading) else known.kind
+            known = reading.cost(length, step)
+            kind = "dense" if whole else known.kind
             sums.calls += times
             sums.keys += times * known.keys
             sums.estimated += times * known.scored
@@ -103,7 +103,7 @@ class LateCounts:
         between a verification and the next draft the device waits."""
         self._verified.append((start, backend, rows))
 
-    def attach(self, row: int, source: Callable[[], RuleCounts | ReadCounts] | None) -> None:
+    def attach(self, row: int, source: Callable[[], Counted] | None) -> None:
         """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""
         self.row, self._source = row, source
 
@@ -111,7 +111,7 @@ class LateCounts:
         """Count what ``state`` counts from now on."""
         if self._state is not state:
             self.detach()
-            self._state, self._source = state, lambda: read_counts(state.take())
+            self._state, self._source = state, lambda: Counted.of(state.take())
 
     def detach(self) -> None:
         """Take what the row has counted, and leave it."""
@@ -127,19 +127,16 @@ class LateCounts:
             if not sums.calls:
                 continue
             counts = LayerCounts(layer, sums.calls, self._causal, sums.keys, None, sums.estimated, sums.retrievals)
-            if isinstance(reading, RankedBlocks) and self._ruled is not None:
-                ruled = self._ruled
-                counts.extra, counts.covered = ruled.keys[layer], float(ruled.covered[layer].sum())
-                counts.units = ruled.keys.shape[1]
+            counts.scored, counts.searchable, late = sums.scored, sums.searchable * self.heads, self._late
+            if late is not None and (reading.ruled or not reading.listed):
+                counts.extra = late.keys[layer]
+                counts.scored += round(float(late.scored[layer]))
+                counts.searches = round(float(late.searches[layer]))
+                counts.estimated += round(float(late.estimated[layer]))
+            if late is not None and reading.ruled and reading.choice is not None:
+                counts.covered, counts.least = float(late.covered[layer]), float(late.least[layer])
+                counts.units = reading.choice.units
                 counts.estimates = sums.retrievals * counts.units
-                counts.least = float(ruled.least[layer].min())
-            if isinstance(reading, OwnReading):
-                counts.scored, counts.searchable = sums.scored, sums.searchable * self.heads
-                if self._read is not None:
-                    counts.extra = self._read.keys[layer]
-                    counts.scored += round(float(self._read.scored[layer]))
-                    counts.searches = round(float(self._read.searches[layer]))
-                    counts.estimated += round(float(self._read.estimated[layer]))
             done.layers.append(counts)
             for kind, calls in sums.kinds.items():
                 done.kinds[kind] = done.kinds.get(kind, 0) + calls
@@ -147,7 +144,7 @@ class LateCounts:
         return done
 
     def _start_anew(self) -> None:
-        self._ruled, self._read, self._causal = None, None, 0
+        self._late, self._causal = None, 0
         self._backends: dict[str, int] = {}
         self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
 
@@ -159,11 +156,7 @@ class LateCounts:
         if self._noted:
             self._add_noted()
         if self._source is not None:
-            fresh = self._source()
-            if isinstance(fresh, RuleCounts):
-                self.rule(fresh)
-            else:
-                self._read = fresh if self._read is None else self._read.plus(fresh)
+            self._count(self._source())
 
     def note_rule(self, keys: Tensor, coverage: Tensor) -> None:
         """Count what stopping rules let one row do, each [layers, units]: ``keys`` int64 that were read beyond those
@@ -175,11 +168,7 @@ class LateCounts:
     def _add_noted(self) -> None:
         keys, coverage = (torch.stack(part) for part in zip(*self._noted))
         self._noted.clear()
-        self.rule(RuleCounts(keys.sum(0), coverage.double().sum(0), coverage.amin(0)))
+        self._count(Counted.ruled(keys, coverage, self.heads))
 
-    def rule(self, fresh: RuleCounts) -> None:
-        """Count what stopping rules let a row do: each [layers, units]."""
-        have = self._ruled
-        if have is not None:
-            fresh = RuleCounts(fresh.keys + have.keys, fresh.covered + have.covered, fresh.least.minimum(have.least))
-        self._ruled = fresh
+    def _count(self, fresh: Counted) -> None:
+        self._late = fresh if self._late is None else self._late.plus(fresh)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.device_words import ReadCounts, RowWords, RuleCounts
+from saccade.engine.device_words import RowWords
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.machine import sent
 from saccade.models.interface import LayerAttention, ModelSpec
+from saccade.ops.tallies import Counted
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
@@ -50,16 +51,16 @@ class Asked(NamedTuple):
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    A row is a sequence's; it may have several tokens, ``each`` at most: int64 [rows * each] are
-    ``tokens``, their ``positions`` and how many keys each has ``seen``, its own among them; and of each row ``lengths``,
+    A row is a sequence's; it may have several tokens, ``each`` at most. int64 [rows * each] are
+    ``tokens``, their ``positions``, how many keys each has ``seen``, its own among them, and of each row ``lengths``,
     the keys that it has after the step; 0 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
-    ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
-    ``rules``: what stopping rules did since this was last taken. ``reach`` int32 [layers, rows, kv_heads]: how far they
-    went in the last step, by which the next one reads, never what it finds. ``own``: of rows whose methods
-    bring readings of their own. ``asked``: where steps that prefill leave queries that methods learn from.
+    ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading
+    (selection.forms.Numbers). ``reach`` int32 [layers, rows, kv_heads]: how far stopping rules went in the last step,
+    by which the next one reads, never what it finds. ``own``: what methods keep of rows, and what is counted of them.
+    ``asked``: where steps that prefill leave queries that methods learn from.
     """
 
     def __init__(
@@ -83,13 +84,7 @@ class RowBuffers:
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self.first, self.second = torch.zeros(2, layers, rows, dtype=torch.int32, device=device)
         self.share = torch.zeros(layers, rows, dtype=torch.float32, device=device)
-        every = (layers, rows, kv_heads)
-        self.rules = RuleCounts(
-            torch.zeros(every, dtype=torch.int64, device=device),
-            torch.zeros(every, dtype=torch.float64, device=device),
-            torch.ones(every, dtype=torch.float32, device=device),
-        )
-        self.reach = torch.zeros(every, dtype=torch.int32, device=device)
+        self.reach = torch.zeros(layers, rows, kv_heads, dtype=torch.int32, device=device)
         self.own = RowWords(layers, rows, heads, device)
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
@@ -168,21 +163,12 @@ class RowBuffers:
 
     @property
     def _sums(self) -> tuple[Tensor, ...]:
-        return (*self.rules, self.own.tallies)
+        return self.own.tallies, self.own.least
 
-    def take_reads(self, row: int) -> ReadCounts:
-        """What the readings of a row's own have done in ``row`` since the last time; counting begins anew."""
+    def take(self, row: int) -> Counted:
+        """What was counted in ``row`` since the last time; counting begins anew."""
         self.come_back(False)
         return self.own.take(row)
-
-    def take_rules(self, row: int) -> RuleCounts:
-        """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
-        self.come_back(False)
-        taken = RuleCounts(*(one[:, row].cpu().clone() for one in self.rules))
-        self.rules.keys[:, row] = 0
-        self.rules.covered[:, row] = 0.0
-        self.rules.least[:, row] = 1.0
-        return taken
 
     def resolve(self, pool: BlockManager, rows: int, longest: int) -> Tensor:
         """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and

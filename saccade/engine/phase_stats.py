@@ -76,7 +76,7 @@ class LayerStats:
         self.heads = heads
         self.even += counts.keys
         if counts.extra is not None:
-            extra = counts.extra.cpu().repeat_interleave(heads // len(counts.extra))
+            extra = counts.extra.cpu()
             self.attended = extra if self.attended is None else self.attended + extra.to(self.attended.device)
         self.calls += counts.calls
         self.causal += counts.causal

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from saccade.kv.sequence import SequenceKV
-from saccade.selection.plan import MOST, PlanSpec
+from saccade.selection.forms import MOST, PlanSpec
 
 WORDS = 32  # int64 a row and layer, at most
 REALS = 8  # float64

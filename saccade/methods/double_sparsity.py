@@ -20,8 +20,10 @@ from saccade.methods.labels import (
 )
 from saccade.methods.labels.recorded import LabelledKeys, RecordedLabels
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
+from saccade.ops.row_words import KeyWords
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import DevicePlan, Known, PlanSpec, Room
+from saccade.selection.forms import Known, PlanSpec, Room
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class SparseState(RecordedLabels):
         super().__init__(opening, opening.states)
         self._method = method
 
-    def words(self, layer: int) -> Sequence[int]:
+    def words(self, layer: int) -> KeyWords:
         method = self._method
-        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local, *self.label_words(layer)
+        k = int(method.k) if method.k >= 1 else 0
+        return super().words(layer)._replace(k=k, sinks=method.sinks, local=method.local)
 
     def reals(self, layer: int) -> Sequence[float]:
         return (self._method.k,)

@@ -14,9 +14,12 @@ from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_whole
 from saccade.ops.cpu_structs import native
+from saccade.ops.row_words import KeyWords
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens
-from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, Room
+from saccade.selection.forms import Known, PlanSpec, Room
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import OwnReading
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,11 @@ class BestKeys(OwnReading):
     def read(self, rows: Any) -> Any:
         from saccade.methods.triton_topk import bounds_of
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
-        from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_keys
 
         scores = score_keys(rows, self.units)
         room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
-        lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
+        return rows.attended(choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room))
 
 
 class BestNumbers(DeviceState):
@@ -56,9 +56,9 @@ class BestNumbers(DeviceState):
         super().__init__(opening)
         self._method = method
 
-    def words(self, layer: int) -> Sequence[int]:
+    def words(self, layer: int) -> KeyWords:
         method = self._method
-        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local
+        return KeyWords(k=int(method.k) if method.k >= 1 else 0, sinks=method.sinks, local=method.local)
 
     def reals(self, layer: int) -> Sequence[float]:
         return (self._method.k,)

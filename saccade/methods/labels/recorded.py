@@ -11,7 +11,9 @@ import torch
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels.store import Labels
-from saccade.selection.plan import OwnReading, Room
+from saccade.ops.row_words import KeyWords
+from saccade.selection.forms import Room
+from saccade.selection.readings import OwnReading
 
 AHEAD = 1024  # keys that room is made for at a time
 
@@ -31,14 +33,11 @@ class LabelledKeys(OwnReading):
         from saccade.methods.triton_topk import bounds_of
         from saccade.ops.triton.batched_labels import label_keys
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
-        from saccade.ops.triton.batched_rows import LayerRead
 
         label_keys(rows.pages, rows.words, self.channels, self.bits)
         scores = score_labels(rows, self.units, self.channels, self.bits)
         room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
-        lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
+        return rows.attended(choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room))
 
 
 class RecordedLabels(DeviceState):
@@ -50,10 +49,10 @@ class RecordedLabels(DeviceState):
         self._catch_up(opening.kv)
         self.grow(opening.length)
 
-    def label_words(self, layer: int) -> tuple[int, ...]:
-        """Addresses of channels, codes and ranges, and their room."""
+    def words(self, layer: int) -> KeyWords:
+        """Those of labels."""
         labels = self._labels[layer]
-        return (0, 0, 0, 0) if labels is None else labels.where()
+        return KeyWords() if labels is None else labels.words()
 
     @torch.inference_mode()
     def grow(self, length: int) -> None:
