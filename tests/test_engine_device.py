@@ -22,7 +22,7 @@ from saccade.engine.phase_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
-from saccade.ops.triton import progressive
+from saccade.ops.triton import batched_reading, progressive
 from saccade.ops.triton.common import kept_zeros
 
 MIXED = [
@@ -326,7 +326,7 @@ def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
 def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkeypatch):
     sequences = Sequences(runner, ["dense", "streaming(sinks=2, window=30)"], [40, 50])
     device, step, calls = DeviceBackend(runner), sequences.step(), []
-    monkeypatch.setattr(device_attention, "band_lists", lambda *_: calls.append(1) or 1 / 0)
+    monkeypatch.setattr(batched_reading, "band_lists", lambda *_: calls.append(1) or 1 / 0)
     for _ in range(5):
         with pytest.raises(device.Failed, match="ZeroDivisionError"):
             device.run(step, sequences.memories)

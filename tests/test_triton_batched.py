@@ -152,7 +152,7 @@ METHODS = [
 def test_rows_choose_the_pages_that_their_methods_choose(methods, choose):
     """Rows of one form in one launch, each with its own budget."""
     choice = methods[0].device_plan(Spec).layers[0]
-    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.summary)
+    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.source.summary)
     form, take, dense_upto, _ = readings(methods, rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
     scores = score_blocks(rows.q, rows.pages, rows.summaries, form)

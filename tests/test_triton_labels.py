@@ -110,7 +110,7 @@ def test_what_is_read_is_what_the_host_reads(stop, heads, kv_heads, size, microb
     rows = LabelledRows(method, lengths, [length * 4 // 5 for length in lengths], heads, kv_heads, 32)
     ranked = rank_rows(rows.q, rows.pages, None, rows.words, rows.choice, rows.dense_upto, 0.3, None)
     assert isinstance(ranked.guesses, Guesses)
-    rule = Rule(epsilon, microbatch, "estimate", stop, rows.choice.margin)
+    rule = Rule(epsilon, microbatch, "estimate", stop, rows.choice.stops.margin)
     done = attend_progressive(
         rows.q, rows.pages, ranked.always, ranked.order, size, rule, scale=0.3, counts=ranked.counts,
         guesses=ranked.guesses,

@@ -29,7 +29,7 @@ class Counted(NamedTuple):
         """Of float64 [layers, heads + BESIDE]."""
         heads = tally.shape[1] - BESIDE
         least = torch.ones(len(tally), device=tally.device) if least is None else least
-        return cls(tally[:, :heads].round().long(), *tally[:, heads:].unbind(1), least)
+        return cls(tally[:, :heads].round().long(), *tally[:, heads:].unbind(1), least=least)
 
     @classmethod
     def ruled(cls, keys: Tensor, coverage: Tensor, heads: int) -> Counted:
@@ -40,4 +40,4 @@ class Counted(NamedTuple):
 
     def plus(self, other: Counted) -> Counted:
         sums = [one + more for one, more in zip(self[:-1], other[:-1])]
-        return Counted(*sums, self.least.minimum(other.least))
+        return Counted(*sums, least=self.least.minimum(other.least))
