@@ -18,7 +18,7 @@ from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
 from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds
-from saccade.engine.phase_stats import LayerStats
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
@@ -55,10 +55,9 @@ def counted(result) -> dict[int, tuple[LayerStats, dict]]:
     """By layer, what a device counted, as a report adds it up; and the whole."""
     (late,) = result.late.values()
     taken = late.take()
-    layers = {}
-    for one in taken.layers:
-        stats = layers[one.layer] = LayerStats(heads=taken.heads)
-        stats.add_many(one, taken.heads)
+    layers = {layer: LayerStats() for layer in taken.layers}
+    for layer, one in taken.layers.items():
+        layers[layer].plus(one)
     return layers, taken
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from saccade.engine.layer_stats import LayerStats
 from saccade.methods.host_state import HostState
 from saccade.ops.tallies import Counted
 from saccade.selection.plan import DevicePlan
@@ -17,53 +18,13 @@ NOTED = 32  # rows whose stopping rules are added up at once
 
 
 @dataclass
-class LayerCounts:
-    """What the decode rows of one request did at ``layer``.
-
-    ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [heads], on the
-    CPU, is what each read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
-    ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
-    of ``estimates`` stopping rules' estimates of what they had covered, of ``units`` in a call; ``least`` the least.
-    """
-
-    layer: int
-    calls: int = 0
-    causal: int = 0
-    keys: int = 0
-    extra: Tensor | None = None
-    estimated: int = 0
-    retrievals: int = 0
-    covered: float = 0.0
-    estimates: int = 0
-    units: int = 0
-    least: float = 1.0
-    scored: int = 0
-    searches: int = 0
-    searchable: int = 0
-
-
-@dataclass
 class DeviceCounts:
-    """``layers`` of a request that were called, of ``heads`` query heads each, and how often which ``kinds`` of
-    selection and which ``backends`` ran, layers added up."""
+    """``layers`` of a request that were called, by number, and how often which ``kinds`` of selection and which
+    ``backends`` ran, layers added up."""
 
-    heads: int
-    layers: list[LayerCounts] = field(default_factory=list)
+    layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Sums:
-    """Of all layers with one reading."""
-
-    calls: int = 0
-    keys: int = 0
-    estimated: int = 0
-    retrievals: int = 0
-    scored: int = 0
-    searchable: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
 
 
 class LateCounts:
@@ -82,19 +43,20 @@ class LateCounts:
     def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
         """Count one row that sees ``length`` keys, the turn's decode step ``step``; with ``times=-1`` take that back.
         ``whole`` says that a method's own readings leave nothing out. Returns whether a layer read them all."""
-        self._causal += times * length
         self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
             known = reading.cost(length, step)
             kind = "dense" if whole else known.kind
             sums.calls += times
-            sums.keys += times * known.keys
+            sums.causal += times * length
+            sums.even += times * known.keys
             sums.estimated += times * known.scored
             sums.scored += times * known.exact
-            sums.searchable += times * known.searchable
+            sums.searchable += times * known.searchable * self.heads
             sums.retrievals += times * (known.scored > 0 or known.exact > 0 or known.chooses)
-            sums.kinds[kind] = sums.kinds.get(kind, 0) + times
+            kinds = self._kinds[reading]
+            kinds[kind] = kinds.get(kind, 0) + times
             everything |= kind == "dense"
         return everything
 
@@ -121,32 +83,30 @@ class LateCounts:
     def take(self) -> DeviceCounts:
         """What was counted since the last time."""
         self._gather()
-        done = DeviceCounts(self.heads, backends=self._backends)
+        done, late = DeviceCounts(backends=self._backends), self._late
         for layer, reading in enumerate(self.plan.layers):
-            sums = self._sums[reading]
-            if not sums.calls:
+            counts = done.layers[layer] = replace(self._sums[reading])
+            if not counts.calls:
+                del done.layers[layer]
                 continue
-            counts = LayerCounts(layer, sums.calls, self._causal, sums.keys, None, sums.estimated, sums.retrievals)
-            counts.scored, counts.searchable, late = sums.scored, sums.searchable * self.heads, self._late
             if late is not None and (reading.ruled or not reading.listed):
-                counts.extra = late.keys[layer]
+                counts.attended = late.keys[layer].cpu()
                 counts.scored += round(float(late.scored[layer]))
                 counts.searches = round(float(late.searches[layer]))
                 counts.estimated += round(float(late.estimated[layer]))
-            if late is not None and reading.ruled and reading.choice is not None:
-                counts.covered, counts.least = float(late.covered[layer]), float(late.least[layer])
-                counts.units = reading.choice.units
-                counts.estimates = sums.retrievals * counts.units
-            done.layers.append(counts)
-            for kind, calls in sums.kinds.items():
+            if late is not None and reading.choice is not None and reading.ruled:
+                counts.covered, counts.least_covered = float(late.covered[layer]), float(late.least[layer])
+                counts.units, counts.estimates = reading.choice.units, counts.retrievals * reading.choice.units
+            for kind, calls in self._kinds[reading].items():
                 done.kinds[kind] = done.kinds.get(kind, 0) + calls
         self._start_anew()
         return done
 
     def _start_anew(self) -> None:
-        self._late, self._causal = None, 0
+        self._late = None
         self._backends: dict[str, int] = {}
-        self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
+        self._sums = {one: LayerStats(heads=self.heads) for one in self.plan.layers}  # of all layers with one reading
+        self._kinds: dict[Reading, dict[str, int]] = {one: {} for one in self.plan.layers}
 
     def _gather(self) -> None:
         for start, backend, rows in self._verified:

@@ -59,8 +59,15 @@ class HeavyLists(DeviceState):
 
     def words(self, layer: int) -> Sequence[int]:
         own, state = self._layers[layer], self.states[layer]
-        at = [one.data_ptr() for one in (own.keys, own.sums, own.pending, own.marks)]
-        return HeavyWords(*at, width=own.keys.shape[1], budget=state.budget, recent=state.recent)
+        return HeavyWords(
+            keys=own.keys.data_ptr(),
+            sums=own.sums.data_ptr(),
+            pending=own.pending.data_ptr(),
+            marks=own.marks.data_ptr(),
+            width=own.keys.shape[1],
+            budget=state.budget,
+            recent=state.recent,
+        )
 
     def reads_all(self, length: int) -> bool:
         return length <= self._all_upto
