@@ -86,11 +86,10 @@ class LayerRead(NamedTuple):
 @dataclass(eq=False)
 class LayerRows:
     """Rows that decode under readings of one form: ``q`` [rows, heads, head_dim] over ``pages``. ``words`` int64 [rows,
-    w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] the
-    ConeNumbers of their windows, ``first``, ``second``
-    int32 and ``share`` float32 [rows] the numbers of the reading itself (selection.forms.Numbers). ``reach`` int32
-    [rows, kv_heads]: how far rules went in the last step. ``arrivals``: brings in what is read from host memory. What
-    is said of a padding row (length 0) means nothing."""
+    w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] the ConeNumbers
+    of their windows, ``first``, ``second`` int32 and ``share`` float32 [rows] the numbers of the reading itself
+    (selection.forms.Numbers). ``reach`` int32 [rows, kv_heads]: how far rules went in the last step. ``arrivals``:
+    brings in what is read from host memory. What is said of a padding row (length 0) means nothing."""
 
     layer: int
     q: Tensor
