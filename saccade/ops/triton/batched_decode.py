@@ -2,9 +2,9 @@
 block summaries, scores of blocks against them, and lists of the best.
 
 A row stands for one sequence's token of the step. ``lengths`` int32 [rows] count the keys that it sees, its own among
-them; a row of length 0 is padding, which is neither stored nor read. What the form of a reading fixes is
-compiled in (see selection.plan); its numbers come in buffers, an entry a row. The host is never asked for what only the
-device knows, so all of it can be captured in a CUDA graph.
+them; a row of length 0 is padding, which is neither stored nor read. What the form of a reading fixes is compiled in
+(see selection.readings); its numbers come in buffers, an entry a row. The host is never asked for what only the device
+knows, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
