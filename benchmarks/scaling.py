@@ -34,7 +34,6 @@ from saccade.ops import Call, run
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
 from saccade.ops.cpu_readings import Readings, serves
 from saccade.selection import Dense
-from saccade.selection.plan import OwnReading, Summarized
 
 DECODE = (
     "dense;streaming;quest(dense_layers=0);arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
@@ -73,7 +72,7 @@ class Planned:
     def row(self, step: int) -> PlannedRow | None:
         plan, length = self._plan, self._first + step % BLOCK + 1
         summarized, reads = plan.blocks, None
-        if isinstance(plan.layers[0], OwnReading):
+        if not plan.listed:
             if step % BLOCK == 0:
                 opening = Opening(self._states, self._kv, self._spec, self._first, length)
                 self._state = self._method.host_state(opening)
@@ -84,7 +83,7 @@ class Planned:
         if reads is None:
             return None
         summaries = ()
-        if summarized is not None and (isinstance(summarized, Summarized) or length > summarized.dense_upto):
+        if summarized is not None and (plan.choice is None or length > plan.choice.dense_upto):
             summaries = self._kv.summaries(summarized.summary, summarized.size)
         return PlannedRow(0, length - 1, self._kv.tables, reads, summaries)
 

@@ -9,8 +9,8 @@ from helpers import generator
 
 from saccade import LLM
 from saccade.engine.device import DeviceBackend
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.phase_stats import LayerStats
 from saccade.engine.step import CallCount, ScheduledRequest, StepInput
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.base import Query

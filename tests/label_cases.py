@@ -14,7 +14,8 @@ from saccade.methods.labels import Labels
 from saccade.methods.psa import PSA
 from saccade.methods.psa.estimates import keys_in_few_bits
 from saccade.ops.triton.decode import Pages
-from saccade.selection.plan import LABELS, RankedBlocks
+from saccade.selection.forms import LABELS, Rule, Summarized
+from saccade.selection.readings import Choice
 
 PAGE = 32
 
@@ -59,7 +60,7 @@ class LabelledRows:
                 labels = keys_in_few_bits(view.upto(prompt), self.method.bits)
                 labels.extend(view.upto(max(prompt, length - 1)))
                 labels.reserve(length + 40)
-                words[row + 1, 3:8] = torch.tensor([*labels.where(), labels.frame_address()])
+                words[row + 1, :14] = torch.tensor(labels.words()._replace(k=-1, sinks=-1, local=-1, every=-1, sets=-1))
             self.views.append(view)
             self.labels.append(labels)
         tables = torch.cat([slots[:1] * 0, slots, slots[:1] * 0])[1:-1]
@@ -68,12 +69,11 @@ class LabelledRows:
         self.pages = Pages(pool, pool.clone(), tables, lengths, blocks * PAGE)
 
     @property
-    def choice(self) -> RankedBlocks:
+    def choice(self) -> Choice:
         own = self.method
-        return RankedBlocks(
-            own.block_size, LABELS, self.kv_heads, 2, 1, own.microbatch, own.rest, own.stop, own.epsilon,
-            own.dense_upto, 0.5 if own.margin is None else own.margin, own.bits,
-        )  # fmt: skip
+        rule = Rule(own.epsilon, own.microbatch, own.rest, own.stop, 0.5 if own.margin is None else own.margin)
+        source = Summarized(own.block_size, LABELS, own.bits)
+        return Choice(source, self.kv_heads, 2, 1, own.dense_upto, rule=rule)
 
     @property
     def dense_upto(self) -> Tensor:

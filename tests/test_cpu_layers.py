@@ -102,7 +102,7 @@ def step(dtype: torch.dtype) -> tuple[PlannedRows, SequenceKV, list[torch.Tensor
         for layer in range(LAYERS):
             kv.append(layer, *torch.randn(2, KV_HEADS, length - count, DIM, generator=rng).to(dtype))
         plan = (METHODS[i] if i < len(LENGTHS) else METHODS[0]).device_plan(Spec)
-        sparse = plan.blocks is not None and length > plan.blocks.dense_upto
+        sparse = plan.blocks is not None and length > plan.choice.dense_upto
         given = Readings(plan.layers), kv.summaries(plan.blocks.summary, plan.blocks.size) if sparse else ()
         more = {"length": count, "peaks": peaks, "region": REGION} if count > 1 else {}
         rows.append(PlannedRow(i, length - count, kv.tables, *given, **more))

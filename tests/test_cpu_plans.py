@@ -92,7 +92,7 @@ def lengths_of(method) -> list[int]:
     size, upto = getattr(method, "block_size", 16), 400
     plan = method.device_plan(Spec)
     if plan.blocks is not None:
-        upto = plan.blocks.dense_upto
+        upto = plan.choice.dense_upto
     drawn = torch.randint(upto + 1, upto + 700, (2,)).tolist()
     return [1, upto, upto + 1, (upto // size + 2) * size, (upto // size + 3) * size + 1, *drawn]
 
@@ -129,7 +129,7 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
         rows = []
         for i in order:
             kv, blocks = every[i], plan.blocks
-            sparse = blocks is not None and lengths[i] > blocks.dense_upto
+            sparse = blocks is not None and lengths[i] > plan.choice.dense_upto
             summaries = kv.summaries(blocks.summary, blocks.size) if sparse else ()
             with monkeypatch.context() as patch:  # what methods select is found without codes
                 patch.setattr(kept_summaries, "LEAST_BLOCKS", 16)
@@ -217,9 +217,9 @@ def test_a_rule_over_very_many_blocks_begins_with_the_first(epsilon):
 def test_blocks_in_no_slot_are_named_before_anything_is_read_or_stored(method, dtype):
     length = int(torch.randint(1100, 1500, (1,)))
     (kv,), (keys,), q = sequences([length], dtype, 1)
-    reading = method.device_plan(Spec).blocks
+    reading = method.device_plan(Spec).choice
     readings, storage = Readings([reading] * LAYERS), kv.pool.storage
-    given = readings, kv.summaries(reading.summary, reading.size)
+    given = readings, kv.summaries(reading.source.summary, reading.size)
     ids, nowhere = kv.block_table.numpy(), storage.num_blocks - 1
     wide = np.full((LAYERS, kv.pool.logical_blocks + 5), -7, dtype=np.int32)
     slots = wide[:, 2:-3]
@@ -275,9 +275,9 @@ def test_of_a_ranking_only_what_its_rule_reads_is_wanted(method, first):
     """What is not brought in stays NaN: the rule may not see it."""
     length, dtype = 1433, torch.bfloat16
     (kv,), (keys,), q = sequences([length], dtype, 1)
-    reading = method.device_plan(Spec).blocks
+    reading = method.device_plan(Spec).choice
     storage = kv.pool.storage
-    given = Readings([reading] * LAYERS), kv.summaries(reading.summary, reading.size)
+    given = Readings([reading] * LAYERS), kv.summaries(reading.source.summary, reading.size)
     ids, nowhere = kv.block_table.numpy(), storage.num_blocks - 1
     slots, reach = kv.pool.map_of(0).copy(), np.full(LAYERS, first, dtype=np.int64)
     plain = PlannedRows([PlannedRow(0, length - 1, kv.tables, *given)], storage.k, storage.v)
@@ -318,9 +318,9 @@ def test_of_a_ranking_only_what_its_rule_reads_is_wanted(method, first):
 
 
 def test_what_is_not_served_says_so():
-    best = Quest(dense_layers=0).device_plan(Spec).blocks
+    best = Quest(dense_layers=0).device_plan(Spec).choice
     for reading, why in (
-        (PSA(rank="moments", rest="last_max").device_plan(Spec).blocks, "not by moments"),
+        (PSA(rank="moments", rest="last_max").device_plan(Spec).choice, "not by moments"),
         (replace(best, last=0, dense_upto=2048), "no summary yet"),
         (replace(best, units=3), "3"),
     ):

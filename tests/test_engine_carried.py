@@ -26,7 +26,7 @@ from saccade.ops.block_scores import ranked_blocks
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
 from saccade.ops.cpu_readings import Readings
 from saccade.selection import Blocks
-from saccade.selection.plan import Everything
+from saccade.selection.readings import Everything
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 2, 32
@@ -96,7 +96,7 @@ def test_a_draft_reads_them_within_its_budget(method):
     carried = Carried(peaks, 0.5).blocks(choice)
     assert carried.shape[1] == choice.units
     out = torch.empty(1, HEADS, DIM)
-    parts = kv.summaries(choice.summary, choice.size)
+    parts = kv.summaries(choice.source.summary, choice.size)
     row = PlannedRow(0, 1499, kv.tables, Readings(plan.layers), parts, carried=carried)
     planned = PlannedRows([row], kv.pool.storage.k, kv.pool.storage.v)
     planned.attend(1, q, out, 0.3, None, 2)
@@ -108,7 +108,7 @@ def test_a_draft_reads_them_within_its_budget(method):
         ends = [int(b) for b in blocks if b < choice.first or b >= last]
         taken = [int(b) for b in carried[1, unit] if choice.first <= b < last][: choice.take]
         lists.append((ends, taken, [int(b) for b in blocks if choice.first <= b < last]))
-    summary = query.kv.summary(choice.summary, choice.size)
+    summary = query.kv.summary(choice.source.summary, choice.size)
     best = ranked_blocks(q[:, 0], summary, choice.units, choice.first, last).tolist()
     joined = []
     for (ends, taken, _), order in zip(lists, best):
@@ -131,7 +131,7 @@ def test_a_draft_with_a_rule_reads_them_first(method):
     peaks = torch.rand(LAYERS, KV_HEADS, 1500 // REGION, generator=generator(3))
     carried = Carried(peaks, 0.5).blocks(choice)
     assert carried.shape[1:] == (choice.units, 256 // choice.size)
-    parts, out = kv.summaries(choice.summary, choice.size), torch.empty(2, 1, HEADS, DIM)
+    parts, out = kv.summaries(choice.source.summary, choice.size), torch.empty(2, 1, HEADS, DIM)
     query = Query.of(q, kv.view(1), scale=0.3, layer=1)
     own = method.select_decode(query, None)
     ranked = own.complete() if own.complete is not None else own.order

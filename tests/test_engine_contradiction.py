@@ -19,8 +19,8 @@ from saccade.engine.audit import Audit, AuditOptions, RowAudit
 from saccade.engine.contradiction import POLICIES, QUIET_SECONDS, TOLERANCE, Contradiction, Warnings, contradiction
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.estimates import Mean
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.observe import observing
-from saccade.engine.phase_stats import LayerStats
 from saccade.engine.report import Report
 from saccade.engine.step import CallCount
 from saccade.engine.truth import selected_rows

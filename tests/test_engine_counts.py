@@ -19,13 +19,13 @@ def test_rules_are_counted_whenever_somebody_asks():
     for at, (some, coverage) in enumerate(zip(keys, covered)):
         counts.add(1000 + at, "cpu")
         counts.note_rule(some, coverage)
-    for layer, one in enumerate(counts.take().layers):
-        assert one.extra.tolist() == keys[:, layer].sum(0).tolist()
+    for layer, one in counts.take().layers.items():
+        assert one.attended.tolist() == [int(keys[:, layer, head // 2].sum()) for head in range(4)]
         assert math.isclose(one.covered, covered[:, layer].double().sum(), rel_tol=1e-12)
-        assert one.least == covered[:, layer].min()
+        assert one.least_covered == covered[:, layer].min()
     counts.add(5000, "cpu")
     counts.note_rule(keys[0], covered[0])
-    assert counts.take().layers[1].extra.tolist() == keys[0, 1].tolist()  # nothing is counted twice
+    assert counts.take().layers[1].attended[::2].tolist() == keys[0, 1].tolist()  # nothing is counted twice
 
 
 def test_the_likeliest_of_each_row():

@@ -17,13 +17,13 @@ from saccade.engine.attention import StepFailedError, Watch
 from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
-from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
-from saccade.engine.phase_stats import LayerStats
+from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.engine.step import StepInput
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
-from saccade.ops.triton import progressive
+from saccade.ops.triton import batched_reading, progressive
 from saccade.ops.triton.common import kept_zeros
 
 MIXED = [
@@ -56,10 +56,9 @@ def counted(result) -> dict[int, tuple[LayerStats, dict]]:
     """By layer, what a device counted, as a report adds it up; and the whole."""
     (late,) = result.late.values()
     taken = late.take()
-    layers = {}
-    for one in taken.layers:
-        stats = layers[one.layer] = LayerStats(heads=taken.heads)
-        stats.add_many(one, taken.heads)
+    layers = {layer: LayerStats() for layer in taken.layers}
+    for layer, one in taken.layers.items():
+        layers[layer].plus(one)
     return layers, taken
 
 
@@ -156,7 +155,7 @@ def test_a_larger_step_that_is_recorded_serves_a_smaller_one(runner):
 
 def test_kinds_that_come_and_go_push_no_recording_out():
     kinds = StepKinds(torch.device("cpu"), True)
-    keys = [(((form, 1),), 1024, False) for form in range(MOST_GRAPHS + 3 * MOST_NEW)]
+    keys = [Key(((form, 1),), 1024) for form in range(MOST_GRAPHS + 3 * MOST_NEW)]
     for key in keys[: MOST_GRAPHS + 2]:
         kinds.of(key, ()).graph = object()  # type: ignore[assignment]
     for key in keys[MOST_GRAPHS + 2 :]:
@@ -330,7 +329,7 @@ def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
 def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkeypatch):
     sequences = Sequences(runner, ["dense", "streaming(sinks=2, window=30)"], [40, 50])
     device, step, calls = DeviceBackend(runner), sequences.step(), []
-    monkeypatch.setattr(device_attention, "band_lists", lambda *_: calls.append(1) or 1 / 0)
+    monkeypatch.setattr(batched_reading, "band_lists", lambda *_: calls.append(1) or 1 / 0)
     for _ in range(5):
         with pytest.raises(StepFailedError, match="ZeroDivisionError"):
             device.run(step, sequences.memories)

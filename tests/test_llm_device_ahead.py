@@ -12,10 +12,11 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, copied
-from saccade.engine import device_attention, device_prepare, device_rows
+from saccade.engine import device_prepare, device_rows
 from saccade.engine.device_ahead import Ahead
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
+from saccade.ops.triton import batched_rows
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +245,8 @@ def test_a_launch_that_fails_takes_back_its_step_alone(engines, asked, monkeypat
     own, batched = engines
     prompt = random_ids(40, seed=6)
     (expected,) = own.generate(prompt, greedy(6))
-    fails = Once(device_attention.attend_decode, ZeroDivisionError("it broke"), at=4)  # the step after the first
-    monkeypatch.setattr(device_attention, "attend_decode", fails)
+    fails = Once(batched_rows.attend_decode, ZeroDivisionError("it broke"), at=4)  # the step after the first
+    monkeypatch.setattr(batched_rows, "attend_decode", fails)
     (output,) = batched.generate(prompt, greedy(6))
     same(expected, output)
     assert len([note for note in output.report["notes"] if "failed" in note]) == 1

@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
     def noted(self, step, placed, key):
         came = real(self, step, placed, key)
-        if self.launched.key[2]:
+        if self.launched.key.absent:
             seen.append(came)
         return came
 

@@ -7,7 +7,7 @@ import torch
 from engine_helpers import GREEDY, tokens
 from tiny_models import random_ids
 
-from saccade.engine.phase_stats import LayerStats
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.step import CallCount
 from saccade.methods.base import Cost
 from saccade.methods.cis import method as cis

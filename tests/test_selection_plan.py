@@ -6,7 +6,9 @@ import pytest
 
 from saccade.errors import SaccadeError
 from saccade.methods.policy import parse_method
-from saccade.selection.plan import BestBlocks, DevicePlan, Ends, Everything, RankedBlocks, bucket
+from saccade.selection.forms import Rule, Summarized, bucket
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Choice, Ends, Everything
 
 
 class Spec:
@@ -56,19 +58,19 @@ def test_dense_follows_the_models_windows_and_no_other_method_does():
 def test_what_lengths_alone_tell_of_the_cost():
     assert Everything().cost(7)[:3] == ("dense", 7, 0)
     assert [Ends(4, 10).cost(n)[:3] for n in (14, 15)] == [("dense", 14, 0), ("band", 14, 0)]
-    best = BestBlocks(16, "minmax", 2, 1, 1, 2, dense_upto=64)
+    best = Choice(Summarized(16, "minmax"), 2, 1, 1, 64, take=2)
     assert [best.cost(n)[:3] for n in (64, 65, 80)] == [("dense", 64, 0), ("blocks", 49, 3), ("blocks", 64, 3)]
-    ranked = RankedBlocks(16, "cuboid", 2, 2, 1, 1, "min", "all", epsilon=0.5, dense_upto=79)
+    ranked = Choice(Summarized(16, "cuboid"), 2, 2, 1, 79, rule=Rule(0.5, 1, "min", "all"))
     assert [ranked.cost(n)[:3] for n in (79, 80, 81)] == [("dense", 79, 0), ("blocks", 48, 2), ("blocks", 49, 2)]
 
 
 def test_what_no_kernel_could_follow_is_refused():
     with pytest.raises(SaccadeError, match="at least 64"):
-        BestBlocks(16, "minmax", 2, 1, 1, 2, dense_upto=63)
+        Choice(Summarized(16, "minmax"), 2, 1, 1, 63, take=2)
     with pytest.raises(SaccadeError, match="at least 63"):
-        RankedBlocks(16, "cuboid", 2, 2, 1, 1, "min", "all", epsilon=0.5, dense_upto=62)
+        Choice(Summarized(16, "cuboid"), 2, 2, 1, 62, rule=Rule(0.5, 1, "min", "all"))
     with pytest.raises(SaccadeError, match="window >= 1"):
         Ends(4, 0)
-    one, other = (BestBlocks(size, "minmax", 2, 0, 1, 2, dense_upto=200) for size in (16, 32))
+    one, other = (Choice(Summarized(size, "minmax"), 2, 0, 1, 200, take=2) for size in (16, 32))
     with pytest.raises(SaccadeError, match="share one kind"):
         DevicePlan("x", "x", (one, other))

@@ -27,9 +27,10 @@ from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.decode import Pages, attend_decode
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Band, Blocks, Dense, Ranking
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
@@ -151,7 +152,7 @@ METHODS = [
 def test_rows_choose_the_pages_that_their_methods_choose(methods, choose):
     """Rows of one form in one launch, each with its own budget."""
     choice = methods[0].device_plan(Spec).layers[0]
-    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.summary)
+    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.source.summary)
     form, take, dense_upto, _ = readings(methods, rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
     scores = score_blocks(rows.q, rows.pages, rows.summaries, form)
@@ -201,7 +202,7 @@ def test_equal_scores_go_to_the_lower_block(choose):
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
     pages = eight_blocks()
     for take, wanted in ((1, [1]), (3, [1, 2, 4]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4, 5, 6])):
-        choice = BestBlocks(16, "minmax", 1, 1, 1, take, 128).form
+        choice = Choice(Summarized(16, "minmax"), 1, 1, 1, 128, take=take).form
         lists = choose(scores, pages, choice, int32(take), int32(64))
         assert sorted(lists.indices[0, : lists.counts[0]].tolist()) == [0, *wanted, 7]
 
@@ -232,7 +233,7 @@ def test_rows_rank_the_blocks_that_psa_ranks(size):
 def test_equal_scores_rank_by_block():
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
     pages = eight_blocks()
-    choice = RankedBlocks(16, "cuboid", 1, 1, 1, 2, "min", "all", epsilon=0.5, dense_upto=64)
+    choice = Choice(Summarized(16, "cuboid"), 1, 1, 1, 64, rule=Rule(0.5, 2, "min", "all"))
     always, order, counts = rank_blocks(scores, pages, choice, int32(64))
     assert counts.tolist() == [[2], [6]]
     assert always[0, :2].tolist() == [0, 7]
@@ -252,11 +253,11 @@ def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
     scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
     always, order, counts = rank_blocks(scores, rows.pages, choice, dense_upto)
-    rule = Rule(choice.epsilon, choice.microbatch, rest, stop)
+    rule = Rule(choice.stops.epsilon, choice.stops.microbatch, rest, stop)
     out, _, used, _, coverage = attend_progressive(
         rows.q, rows.pages, always, order, 16, rule, scale=0.8, counts=counts, epsilon=epsilon, readers=2
     )
-    read = torch.minimum(used * choice.microbatch, counts[1]).view(-1, KV_HEADS) * 16
+    read = torch.minimum(used * choice.stops.microbatch, counts[1]).view(-1, KV_HEADS) * 16
     assert torch.equal(out[1], torch.zeros(HEADS, DIM))
     stopped = 0
     for row, q, view in rows.views():

@@ -22,10 +22,11 @@ from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.line_sums import token_sums
 from saccade.ops.triton.prefill import Config, attend_prefill
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.ops.triton.weights import read_weights
 from saccade.selection import Candidates, Cone, Dense, Shape, Tokens, Windowed
-from saccade.selection.plan import RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 HEADS, KV_HEADS, N, DIM = 4, 2, 150, 32
 
@@ -149,7 +150,7 @@ def test_batched_rows():
                 kv.appended(1)
                 (buffer,) = kv.summary_buffers("cuboid", 32, length // 32)
                 made += [kv.view(0).keys(), kv.view(0).values(), buffer[: length // 32].clone()]
-        choice = RankedBlocks(32, "cuboid", KV_HEADS, 1, 1, 1, "last_max", "all", epsilon=0.7, dense_upto=95)
+        choice = Choice(Summarized(32, "cuboid"), KV_HEADS, 1, 1, 95, rule=Rule(0.7, 1, "last_max", "all"))
         scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
         always, order, counts = rank_blocks(
             scores, rows.pages, choice, torch.full((len(rows.q),), 95, dtype=torch.int32)

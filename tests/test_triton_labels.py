@@ -20,9 +20,10 @@ from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_
 from saccade.ops.triton.batched_labels import estimate_labelled, label_keys
 from saccade.ops.triton.batched_ranking import rank_rows
 from saccade.ops.triton.common import kept_zeros
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Ranking, Shape
-from saccade.selection.plan import RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 KEYS = {"rank": "keys", "rest": "estimate"}
 
@@ -79,14 +80,14 @@ def test_keys_alike_and_keys_far_out_have_the_hosts_labels():
 
 
 def test_labels_of_some_channels_are_made_without_a_frame():
-    """As Double Sparsity and HShare have them: words behind the room are theirs."""
+    """As Double Sparsity and HShare have them: nobody looks for one."""
     rows = LabelledRows(PSA(block_size=16, microbatch=1, **KEYS), [50, 33], [40, 20], 4, 2, 32)
     made = []
     for row, length in enumerate(rows.lengths):
         labels = Labels(torch.tensor([[5, 2, 30], [1, 0, 7]]), 4)
         labels.extend(rows.views[row].upto(length - 1))
         labels.reserve(length + 9)
-        rows.words[row, 3:8] = torch.tensor([*labels.where(), 12345])
+        rows.words[row, :14] = torch.tensor(labels.words()._replace(frame=12345))
         made.append(labels)
     label_keys(rows.pages, rows.words, 3, 4)
     for row, length in enumerate(rows.lengths):
@@ -109,7 +110,7 @@ def test_what_is_read_is_what_the_host_reads(stop, heads, kv_heads, size, microb
     rows = LabelledRows(method, lengths, [length * 4 // 5 for length in lengths], heads, kv_heads, 32)
     ranked = rank_rows(rows.q, rows.pages, None, rows.words, rows.choice, rows.dense_upto, 0.3, None)
     assert isinstance(ranked.guesses, Guesses)
-    rule = Rule(epsilon, microbatch, "estimate", stop, rows.choice.margin)
+    rule = Rule(epsilon, microbatch, "estimate", stop, rows.choice.stops.margin)
     done = attend_progressive(
         rows.q, rows.pages, ranked.always, ranked.order, size, rule, scale=0.3, counts=ranked.counts,
         guesses=ranked.guesses,
@@ -219,4 +220,4 @@ def test_shares_are_the_largest_of_any_head():
 
 def test_the_last_block_is_not_ranked_by_labels():
     with pytest.raises(SaccadeError, match="last must be at least 1"):
-        RankedBlocks(16, "labels", 1, 2, 0, 1, "estimate", "all", 0.5, 200)
+        Choice(Summarized(16, "labels"), 1, 2, 0, 200, rule=Rule(0.5, 1, "estimate", "all"))

@@ -27,10 +27,11 @@ from saccade.ops.triton.decode import KeyLists, attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.ops.triton.weights import read_weights
 from saccade.selection import Candidates, Shape, Tokens
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 HEADS, KV_HEADS, N, D = 4, 2, 150, 16
 
@@ -105,8 +106,8 @@ def test_batched_choices():
     q, view, _ = problem()
     pages, summary = pages_of([view, view.upto(90)]), view.summary("cuboid", 16)
     pointers = torch.full((2,), summary.data_ptr())
-    choice, two = BestBlocks(16, "cuboid", 2, 1, 1, 2, 64), torch.full((2,), 2, dtype=torch.int32)
-    ranked = RankedBlocks(16, "cuboid", 2, 1, 1, 2, "min", "all", epsilon=0.5, dense_upto=64)
+    choice, two = Choice(Summarized(16, "cuboid"), 2, 1, 1, 64, take=2), torch.full((2,), 2, dtype=torch.int32)
+    ranked = Choice(Summarized(16, "cuboid"), 2, 1, 1, 64, rule=Rule(0.5, 2, "min", "all"))
     batch = torch.stack([q[:, 0], 2 * q[:, 0]])
     summaries = batched_decode.Summaries(pointers, 16, "cuboid")
     agrees(lambda batch: batched_decode.score_blocks(batch, pages, summaries, choice), batch)

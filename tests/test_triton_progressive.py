@@ -13,8 +13,9 @@ from saccade.methods.psa import PSA
 from saccade.ops import Call, attend, run
 from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.dispatch import pages_of
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Ranking, Shape
+from saccade.selection.forms import Rule
 
 
 def problem(heads=4, kv_heads=2, n=700, head_dim=32, seed=0):

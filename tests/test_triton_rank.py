@@ -13,7 +13,8 @@ from saccade.ops.triton.batched_choice import choose_blocks, choose_in_parts, wa
 from saccade.ops.triton.batched_decode import choose_best
 from saccade.ops.triton.batched_rank import Tiles, choose_ranked, rank_blocks, tiles_for
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 SMALL = Tiles(chunk=32, warps=1, looked_up=16, others=2, rank_warps=1)
 
@@ -59,7 +60,7 @@ def ranks_agree(scores, lengths, choice, dense_upto, tiles=None):
 
 
 def ranked_blocks(first, last, dense_upto, size=16):
-    return RankedBlocks(size, "cuboid", 2, first, last, 2, "min", "all", epsilon=0.5, dense_upto=dense_upto)
+    return Choice(Summarized(size, "cuboid"), 2, first, last, dense_upto, rule=Rule(0.5, 2, "min", "all"))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_the_best_are_those_of_a_stable_sort(take, tiles):
     lengths = [150 * 32, 0, 149 * 32 + 1, 64 * 32, 4500, 64 * 32 + 1, 150 * 32, 4096]
     scores = torch.stack([scores_of(KINDS[row], (2 if take == 5 else 1, 150), row) for row in range(len(lengths))])
     takes = [max(1, take - row % 3) for row in range(len(lengths))]
-    choice = BestBlocks(32, "cuboid", 2, 1, 1, take, 64 * 32).form
+    choice = Choice(Summarized(32, "cuboid"), 2, 1, 1, 64 * 32, take=take).form
     dense_upto = [64 * 32] * len(lengths)
     pages = pages_of(lengths, 150 * 32)
     given = torch.tensor(takes, dtype=torch.int32), torch.tensor(dense_upto, dtype=torch.int32)
@@ -142,7 +143,7 @@ def test_the_best_of_parts_are_the_best(take, chunk):
     lengths = [150 * 32, 0, 149 * 32 + 1, 64 * 32, 4500, 64 * 32 + 1, 150 * 32, 4096]
     scores = torch.stack([scores_of(KINDS[row], (2, 150), row) for row in range(len(lengths))])
     takes = torch.tensor([max(1, take - row % 3) for row in range(len(lengths))], dtype=torch.int32)
-    choice = BestBlocks(32, "cuboid", 2, 2, 1, take, 66 * 32).form
+    choice = Choice(Summarized(32, "cuboid"), 2, 2, 1, 66 * 32, take=take).form
     dense_upto = torch.full((len(lengths),), 65 * 32, dtype=torch.int32)
     for row, length in enumerate(lengths):
         scores[row, :, :2], scores[row, :, max(0, -(-length // 32) - 1) :] = -torch.inf, -torch.inf
@@ -162,7 +163,7 @@ def test_every_way_to_choose_gives_the_same_lists(blocks, take, way):
     scores = scores_of("tied", (1, 3, blocks), 1)
     scores[..., 0] = scores[..., -1] = -torch.inf
     numbers = torch.tensor([[take], [(take + 2) * 16]], dtype=torch.int32)
-    choice = BestBlocks(16, "minmax", 3, 1, 1, take, (take + 2) * 16)
+    choice = Choice(Summarized(16, "minmax"), 3, 1, 1, (take + 2) * 16, take=take)
     at = scores, pages_of([blocks * 16], blocks * 16), choice, *numbers
     lists, others = choose_blocks(*at), choose_best(*at)
     assert lists.counts.tolist() == others.counts.tolist() == [take + 2] * 3
@@ -171,7 +172,7 @@ def test_every_way_to_choose_gives_the_same_lists(blocks, take, way):
 
 def test_lists_without_best_blocks():
     """All that is read is forced: nothing is sorted."""
-    choice = BestBlocks(16, "minmax", 1, 2, 3, 0, 128).form
+    choice = Choice(Summarized(16, "minmax"), 1, 2, 3, 128, take=0).form
     numbers = torch.tensor([[0], [128]], dtype=torch.int32)
     for choose in (choose_ranked, choose_in_parts):
         lists = choose(torch.full((1, 1, 100), torch.nan), pages_of([1600], 1600), choice, *numbers)

@@ -17,7 +17,8 @@ from saccade.ops.triton.batched_choice import choose_in_parts, way_of
 from saccade.ops.triton.batched_decode import choose_best
 from saccade.ops.triton.batched_rank import choose_ranked
 from saccade.ops.triton.decode import Pages
-from saccade.selection.plan import BestBlocks
+from saccade.selection.forms import Summarized
+from saccade.selection.readings import Choice
 
 SIZE, UNITS = 16, 8
 CASES = [
@@ -53,7 +54,7 @@ def timed(way: Callable[..., Any], rows: int, blocks: int, take: int) -> float:
     table = torch.zeros(rows, 1, 8, dtype=torch.int32, device="cuda")
     lengths = torch.full((rows,), blocks * SIZE, dtype=torch.int32, device="cuda")
     pages = Pages(none, none, table, lengths, blocks * SIZE)
-    choice = BestBlocks(SIZE, "minmax", UNITS, 1, 1, take, (take + 2) * SIZE)
+    choice = Choice(Summarized(SIZE, "minmax"), UNITS, 1, 1, (take + 2) * SIZE, take=take)
     numbers = [torch.full((rows,), number, dtype=torch.int32, device="cuda") for number in choice.numbers[:2]]
     return graph_ms([lambda own=own: way(own, pages, choice, *numbers) for own in scores], 40)
 

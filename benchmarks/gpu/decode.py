@@ -23,7 +23,8 @@ from saccade.methods import parse_method
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, score_blocks
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
+from saccade.selection.forms import Rule
 
 SCALE = HEAD_DIM**-0.5
 PAGE = 32
@@ -200,13 +201,13 @@ class Part:
         its own, and a query, so that neither comes from a cache."""
         batch, context = q.shape[1], pages.longest
         plan = parse_method(text).device_plan(SPEC)
-        choice, pointers = plan.blocks, []
+        choice, pointers = plan.choice, []
         blocks, row = context // choice.size, 2 * KV_HEADS * HEAD_DIM
         copies = max(2, min(q.shape[0], -(-COLD // (batch * blocks * row * DTYPE.itemsize))))
         made = torch.randn(copies, batch, blocks, row, device="cuda").to(DTYPE)
         for one in made:
             first = one.data_ptr() + torch.arange(batch, device="cuda") * blocks * row * DTYPE.itemsize
-            pointers.append(Summaries(first, choice.size, choice.summary))
+            pointers.append(Summaries(first, choice.size, choice.source.summary))
         take, dense = (torch.full((batch,), n, dtype=torch.int32, device="cuda") for n in choice.numbers[:2])
 
         def chosen(i: int) -> KeyLists:

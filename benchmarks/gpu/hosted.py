@@ -41,7 +41,6 @@ from saccade.kv.tier import TierCounts
 from saccade.kv.tiers import Tiers
 from saccade.methods.lfps.tables import ScoreTables
 from saccade.methods.policy import Policy
-from saccade.selection.plan import Summarized
 
 PAPER = "lfps(blocks=0,least=1,rest=none)"
 PLANTED = "lfps(a=0.02,epsilon=1,blocks=0,least=1,rest=none)"  # all that planted tables hold exceeds its threshold
@@ -104,7 +103,7 @@ class Hosted(Tiered):
         assert isinstance(tier, HostTier)
         tier.compute.lodges_all = all_there
         plan = Policy.parse(policy).decode.device_plan(self.spec)
-        blocks = None if plan is None or plan.blocks is None else Summarized(plan.blocks.size, plan.blocks.summary)
+        blocks = None if plan is None else plan.blocks
         for request in requests:
             memory = request.sequence.memory
             memory.forget_method()

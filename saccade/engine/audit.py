@@ -19,8 +19,8 @@ from torch import Tensor
 from saccade.copied import Copied
 from saccade.engine.contradiction import Contradiction, contradiction
 from saccade.engine.estimates import CONFIDENCE, Mean, Share, departures
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.params import SamplingParams
-from saccade.engine.phase_stats import LayerStats
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention

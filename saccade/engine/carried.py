@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.selection.plan import BestBlocks, DevicePlan, RankedBlocks
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Choice
 
 REGION = 32  # keys
 RULED = 512  # keys, of which a share are carried for a draft that has a rule and no budget
-Choice = BestBlocks | RankedBlocks
 
 
 def carries(plan: DevicePlan | None, share: float) -> bool:
     """Whether a draft under ``plan`` can read carried blocks, ``share`` of what it chooses."""
-    choice = None if plan is None else plan.blocks
-    return isinstance(choice, Choice) and _regions(choice, share) > 0
+    choice = None if plan is None else plan.choice
+    return choice is not None and _regions(choice, share) > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,5 +92,5 @@ class Carried:
 
 def _regions(choice: Choice, share: float) -> int:
     """Regions, or blocks where these are wider, that make up ``share`` of what is chosen."""
-    keys = choice.take * choice.size if isinstance(choice, BestBlocks) else RULED
+    keys = RULED if choice.take is None else choice.take * choice.size
     return int(keys * share) // max(REGION, choice.size)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from saccade.engine.estimates import CONFIDENCE, DIGITS, Mean
-from saccade.engine.phase_stats import LayerStats
+from saccade.engine.layer_stats import LayerStats
 from saccade.methods.policy import Policy
 
 logger = logging.getLogger(__name__)

@@ -139,8 +139,8 @@ class DeviceBackend(DeviceServing):
             else:
                 self._come_back()
                 kind = self._run(step, placed, key, groups, times)
-            if (self.watch.audits or replays) and not key[4]:
-                tap, buffers = kind.tap if key[3] else None, self._rooms.buffers[False]
+            if (self.watch.audits or replays) and not key.prefill:
+                tap, buffers = kind.tap if key.tapped else None, self._rooms.buffers[False]
                 audits = StepAudits(placed, self.watch.audits, tap, buffers, kind, self.watch.replays, self._dense)
             _rows(placed)[0].kv.pool.catch_up()  # while the device works
             for number, row in enumerate(placed):
@@ -172,7 +172,7 @@ class DeviceBackend(DeviceServing):
             self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
-        if key[4]:
+        if key.prefill:
             self._learn(step, memories, results, key)
         elif audits is not None:
             audits.settle()
@@ -196,13 +196,13 @@ class DeviceBackend(DeviceServing):
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
         tapped = not absent and each == times == 1 and not self.watch.audited.isdisjoint(step.request_ids)
-        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped, False
+        key = Key(sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped)
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
         forms = self._plans.forms
         placed: list[PlacedRow | None] = []
         groups = []
-        for form, count in key[0]:
+        for form, count in key.sizes:
             own = grouped.get(form, [])
             groups.append(Group(forms[form], len(placed), count))
             placed += own + [None] * (count - len(own))
@@ -220,26 +220,26 @@ class DeviceBackend(DeviceServing):
             memory.states  # noqa: B018  (back on the host, as they were before these rows)
             placed += [PlacedRow(piece, memory, plan, result) for piece in prefill.pieces(one)]
         form, learns = self._plans.forms.index(plan.form), any(map(prefill.learns, step.scheduled))
-        key: Key = ((form, pad(len(placed), 1)),), pad(max(step.seq_lens), SHORTEST), False, learns, True
+        longest = pad(max(step.seq_lens), SHORTEST)
+        key = Key(((form, pad(len(placed), 1)),), longest, tapped=learns, prefill=True)
         if self.covers and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
-        rows = key[0][0][1]
-        return placed + [None] * (rows - len(placed)), key, (Group(plan.form, 0, rows),)
+        return placed + [None] * (key.rows - len(placed)), key, (Group(plan.form, 0, key.rows),)
 
     def _run(
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
     ) -> StepKind:
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
-        buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
+        buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key.longest), each > 1)
         self.fresh, self._chosen, self._dense = self._rooms.load(buffers, step, placed, each, times), [], None
         try:
-            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
+            offers = self._tiers.prepare(pool, _rows(placed)) if key.absent else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
-        if not self.watch.replays.isdisjoint(step.request_ids) and not key[4] and times == 1:
-            self._dense, self.fresh = self._replays.run(pool, len(placed), key[1], buffers), True
+        if not self.watch.replays.isdisjoint(step.request_ids) and not key.prefill and times == 1:
+            self._dense, self.fresh = self._replays.run(pool, len(placed), key.longest, buffers), True
         kind, forward = self._kind(pool, key, groups, buffers, offers, watch)
         for turn in range(times):
             if turn:
@@ -263,17 +263,17 @@ class DeviceBackend(DeviceServing):
         watch: StepWatch | None = None,
     ) -> tuple[StepKind, Callable[[], None]]:
         """The kind of step with this key, and what launches it over ``buffers``."""
-        taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
+        asks = key.tapped and key.prefill
         each, rows = groups[0].each, groups[-1].first + groups[-1].rows
         if asks:
             buffers.asked_for(self.runner.spec, prefill.MOST_LEARNED * EACH)
         kind = self.kinds.of(key, groups)
 
         def forward() -> None:
-            kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
+            kind.tap, asked = Tap() if key.tapped and not asks else None, buffers.asked if asks else None
             context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
-            tokens, positions = buffers.inputs[:2, : rows * each]
-            wanted = buffers.last_tokens(rows, each) if prefills else None
+            tokens, positions = buffers.tokens[: rows * each], buffers.positions[: rows * each]
+            wanted = buffers.last_tokens(rows, each) if key.prefill else None
             kind.logits = self._forward.run(tokens, positions, context, wanted)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
@@ -288,9 +288,9 @@ class DeviceBackend(DeviceServing):
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
-        if not self.runs_ahead or not replayed or key[4] or not may_follow(placed, key):
+        if not self.runs_ahead or not replayed or key.prefill or not may_follow(placed, key):
             return False
-        return not key[2] or self._tiers.lets_follow(_rows(placed))
+        return not key.absent or self._tiers.lets_follow(_rows(placed))
 
     @torch.inference_mode()
     def _go_on(self, placed: Sequence[PlacedRow | None], audits: StepAudits | None) -> None:
@@ -305,8 +305,8 @@ class DeviceBackend(DeviceServing):
             audits.launch()  # before anything that they look at is written over
         buffers.advance(choice.tokens)
         dense: Tensor | None = None
-        if self.watch.replays_next and not launched.key[2]:
-            dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key[1], buffers)
+        if self.watch.replays_next and not launched.key.absent:
+            dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)
         self._tiers.go_ahead()
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
@@ -341,7 +341,7 @@ class DeviceBackend(DeviceServing):
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], key: Key
     ) -> None:
         """Count what a prefill read, and let decode methods learn from it."""
-        asked, first = self._rooms.buffers[True].asked if key[3] else None, 0
+        asked, first = self._rooms.buffers[True].asked if key.tapped else None, 0
         for one in step.scheduled:
             result = results[one.request_id]
             result.note_of(self.kinds.note)

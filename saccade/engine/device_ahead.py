@@ -65,7 +65,7 @@ class Ahead:
             one = row.scheduled
             kv, plan, start, slot, token = own
             same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1
-            same = same and (key[2] or not kv.pool.absent)
+            same = same and (key.absent or not kv.pool.absent)
             if not same or one.together or tokens[one.request_id] != token or _slot(kv, start) != slot:
                 return False
         return True
@@ -80,8 +80,8 @@ def may_follow(placed: Sequence[PlacedRow | None], key: Key) -> bool:
         one = row.scheduled
         if not (one.chosen_there and one.wants_logits) or one.length > 1 or one.together:
             return False
-        absent = row.kv.pool.absent and not key[2]
-        if absent or one.stop + 1 > key[1] or row.kv.missing_blocks(one.stop + 1):
+        absent = row.kv.pool.absent and not key.absent
+        if absent or one.stop + 1 > key.longest or row.kv.missing_blocks(one.stop + 1):
             return False
     return True
 

@@ -14,6 +14,7 @@ from saccade.engine.device_replays import Compared
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow
+from saccade.ops.row_words import AuditPlace
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.truth import Given, compare
 
@@ -56,32 +57,32 @@ class StepAudits:
             self._compared = Compared(self._replays, self._kind.logits, self._dense)
         if self._tap is None:
             return
-        asked: dict[tuple[float, float | None], list[tuple[list[int], RowAudit]]] = {}
+        asked: dict[tuple[float, float | None], list[tuple[AuditPlace, RowAudit]]] = {}
         for number, _, audit in self._rows:
             for layer, heads in audit.drawn.items():
                 spec = self._tap.specs[layer]
                 if spec.sinks is None:
                     same = asked.setdefault((spec.scale, spec.softcap), [])
-                    same += [([layer, number, head, spec.window or 0], audit) for head in heads]
+                    same += [(AuditPlace(layer, number, head, spec.window or 0), audit) for head in heads]
         try:
             for (scale, softcap), listed in asked.items():
                 found = self._compare(self._tap, self._buffers, [place for place, _ in listed], scale, softcap)
                 parts: dict[int, tuple[RowAudit, list[Place]]] = {}
-                for (layer, _, head, _), audit in listed:
-                    parts.setdefault(id(audit), (audit, []))[1].append((layer, head))
+                for place, audit in listed:
+                    parts.setdefault(id(audit), (audit, []))[1].append((place.layer, place.kv_head))
                 self._found.append((found, list(parts.values())))
         except Exception as error:
             self._failed = f"audit: a step's samples were left out: {type(error).__name__}: {error}"
 
     def _compare(
-        self, tap: Tap, buffers: RowBuffers, listed: list[list[int]], scale: float, softcap: float | None
+        self, tap: Tap, buffers: RowBuffers, listed: list[AuditPlace], scale: float, softcap: float | None
     ) -> Tensor:
         paged = next(row.kv.pool.storage for _, row, _ in self._rows)
         places = torch.tensor(listed, dtype=torch.int32, device="cpu")
         taps = tap.addresses()
         if taps.is_cuda:  # from other memory a copy would wait for the step
             places = places.pin_memory()
-        pages = Pages(paged.k, paged.v, buffers.tables, buffers.inputs[3], self._longest)
+        pages = Pages(paged.k, paged.v, buffers.tables, buffers.lengths, self._longest)
         given = Given(taps, tap.dtype, tap.heads)
         return compare(places.to(taps.device, non_blocking=True), given, pages, scale=scale, softcap=softcap)
 

@@ -3,66 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from saccade.engine.device_words import ReadCounts, RuleCounts, read_counts
+from saccade.engine.layer_stats import LayerStats
 from saccade.methods.host_state import HostState
-from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
+from saccade.ops.tallies import Counted
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Reading
 
 NOTED = 32  # rows whose stopping rules are added up at once
 
 
 @dataclass
-class LayerCounts:
-    """What the decode rows of one request did at ``layer``.
-
-    ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
-    CPU, is what those of each unit read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
-    ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
-    of ``estimates`` stopping rules' estimates of what they had covered, of ``units`` in a call; ``least`` the least.
-    """
-
-    layer: int
-    calls: int = 0
-    causal: int = 0
-    keys: int = 0
-    extra: Tensor | None = None
-    estimated: int = 0
-    retrievals: int = 0
-    covered: float = 0.0
-    estimates: int = 0
-    units: int = 0
-    least: float = 1.0
-    scored: int = 0
-    searches: int = 0
-    searchable: int = 0
-
-
-@dataclass
 class DeviceCounts:
-    """``layers`` of a request that were called, of ``heads`` query heads each, and how often which ``kinds`` of
-    selection and which ``backends`` ran, layers added up."""
+    """``layers`` of a request that were called, by number, and how often which ``kinds`` of selection and which
+    ``backends`` ran, layers added up."""
 
-    heads: int
-    layers: list[LayerCounts] = field(default_factory=list)
+    layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Sums:
-    """Of all layers with one reading."""
-
-    calls: int = 0
-    keys: int = 0
-    estimated: int = 0
-    retrievals: int = 0
-    scored: int = 0
-    searchable: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
 
 
 class LateCounts:
@@ -71,30 +33,30 @@ class LateCounts:
     def __init__(self, plan: DevicePlan, heads: int) -> None:
         self.plan, self.heads = plan, heads
         self.row: int | None = None  # of the step's buffers, where more may be counted
-        self._source: Callable[[], RuleCounts | ReadCounts] | None = None
+        self._source: Callable[[], Counted] | None = None
         self._state: HostState | None = None
         self._verified: list[tuple[int, str, int]] = []  # rows that were not added up yet
-        self._ruled: RuleCounts | None = None
         self._noted: list[tuple[Tensor, Tensor]] = []  # by rules, not added up yet
-        self._read: ReadCounts | None = None
+        self._late: Counted | None = None
         self._start_anew()
 
     def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
         """Count one row that sees ``length`` keys, the turn's decode step ``step``; with ``times=-1`` take that back.
         ``whole`` says that a method's own readings leave nothing out. Returns whether a layer read them all."""
-        self._causal += times * length
         self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
-            known = reading.cost(length, step) if isinstance(reading, OwnReading) else reading.cost(length)
-            kind = "dense" if whole and isinstance(reading, OwnReading) else known.kind
+            known = reading.cost(length, step)
+            kind = "dense" if whole else known.kind
             sums.calls += times
-            sums.keys += times * known.keys
+            sums.causal += times * length
+            sums.even += times * known.keys
             sums.estimated += times * known.scored
             sums.scored += times * known.exact
-            sums.searchable += times * known.searchable
+            sums.searchable += times * known.searchable * self.heads
             sums.retrievals += times * (known.scored > 0 or known.exact > 0 or known.chooses)
-            sums.kinds[kind] = sums.kinds.get(kind, 0) + times
+            kinds = self._kinds[reading]
+            kinds[kind] = kinds.get(kind, 0) + times
             everything |= kind == "dense"
         return everything
 
@@ -103,7 +65,7 @@ class LateCounts:
         between a verification and the next draft the device waits."""
         self._verified.append((start, backend, rows))
 
-    def attach(self, row: int, source: Callable[[], RuleCounts | ReadCounts] | None) -> None:
+    def attach(self, row: int, source: Callable[[], Counted] | None) -> None:
         """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""
         self.row, self._source = row, source
 
@@ -111,7 +73,7 @@ class LateCounts:
         """Count what ``state`` counts from now on."""
         if self._state is not state:
             self.detach()
-            self._state, self._source = state, lambda: read_counts(state.take())
+            self._state, self._source = state, lambda: Counted.of(state.take())
 
     def detach(self) -> None:
         """Take what the row has counted, and leave it."""
@@ -121,35 +83,30 @@ class LateCounts:
     def take(self) -> DeviceCounts:
         """What was counted since the last time."""
         self._gather()
-        done = DeviceCounts(self.heads, backends=self._backends)
+        done, late = DeviceCounts(backends=self._backends), self._late
         for layer, reading in enumerate(self.plan.layers):
-            sums = self._sums[reading]
-            if not sums.calls:
+            counts = done.layers[layer] = replace(self._sums[reading])
+            if not counts.calls:
+                del done.layers[layer]
                 continue
-            counts = LayerCounts(layer, sums.calls, self._causal, sums.keys, None, sums.estimated, sums.retrievals)
-            if isinstance(reading, RankedBlocks) and self._ruled is not None:
-                ruled = self._ruled
-                counts.extra, counts.covered = ruled.keys[layer], float(ruled.covered[layer].sum())
-                counts.units = ruled.keys.shape[1]
-                counts.estimates = sums.retrievals * counts.units
-                counts.least = float(ruled.least[layer].min())
-            if isinstance(reading, OwnReading):
-                counts.scored, counts.searchable = sums.scored, sums.searchable * self.heads
-                if self._read is not None:
-                    counts.extra = self._read.keys[layer]
-                    counts.scored += round(float(self._read.scored[layer]))
-                    counts.searches = round(float(self._read.searches[layer]))
-                    counts.estimated += round(float(self._read.estimated[layer]))
-            done.layers.append(counts)
-            for kind, calls in sums.kinds.items():
+            if late is not None and (reading.ruled or not reading.listed):
+                counts.attended = late.keys[layer].cpu()
+                counts.scored += round(float(late.scored[layer]))
+                counts.searches = round(float(late.searches[layer]))
+                counts.estimated += round(float(late.estimated[layer]))
+            if late is not None and reading.choice is not None and reading.ruled:
+                counts.covered, counts.least_covered = float(late.covered[layer]), float(late.least[layer])
+                counts.units, counts.estimates = reading.choice.units, counts.retrievals * reading.choice.units
+            for kind, calls in self._kinds[reading].items():
                 done.kinds[kind] = done.kinds.get(kind, 0) + calls
         self._start_anew()
         return done
 
     def _start_anew(self) -> None:
-        self._ruled, self._read, self._causal = None, None, 0
+        self._late = None
         self._backends: dict[str, int] = {}
-        self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
+        self._sums = {one: LayerStats(heads=self.heads) for one in self.plan.layers}  # of all layers with one reading
+        self._kinds: dict[Reading, dict[str, int]] = {one: {} for one in self.plan.layers}
 
     def _gather(self) -> None:
         for start, backend, rows in self._verified:
@@ -159,11 +116,7 @@ class LateCounts:
         if self._noted:
             self._add_noted()
         if self._source is not None:
-            fresh = self._source()
-            if isinstance(fresh, RuleCounts):
-                self.rule(fresh)
-            else:
-                self._read = fresh if self._read is None else self._read.plus(fresh)
+            self._count(self._source())
 
     def note_rule(self, keys: Tensor, coverage: Tensor) -> None:
         """Count what stopping rules let one row do, each [layers, units]: ``keys`` int64 that were read beyond those
@@ -175,11 +128,7 @@ class LateCounts:
     def _add_noted(self) -> None:
         keys, coverage = (torch.stack(part) for part in zip(*self._noted))
         self._noted.clear()
-        self.rule(RuleCounts(keys.sum(0), coverage.double().sum(0), coverage.amin(0)))
+        self._count(Counted.ruled(keys, coverage, self.heads))
 
-    def rule(self, fresh: RuleCounts) -> None:
-        """Count what stopping rules let a row do: each [layers, units]."""
-        have = self._ruled
-        if have is not None:
-            fresh = RuleCounts(fresh.keys + have.keys, fresh.covered + have.covered, fresh.least.minimum(have.least))
-        self._ruled = fresh
+    def _count(self, fresh: Counted) -> None:
+        self._late = fresh if self._late is None else self._late.plus(fresh)

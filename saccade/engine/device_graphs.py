@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,32 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent; whether its queries are
-# tapped; whether it prefills
-Key = tuple[tuple[tuple[int, int], ...], int, bool, bool, bool]
+
+class Key(NamedTuple):
+    """What a recording is good for: ``sizes``, the number of a form and how many rows it has, of each group; the
+    ``longest`` row, in keys; whether KV blocks may be ``absent``, queries are ``tapped``, and the step is a
+    ``prefill``."""
+
+    sizes: tuple[tuple[int, int], ...]
+    longest: int
+    absent: bool = False
+    tapped: bool = False
+    prefill: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of all groups."""
+        return sum(count for _, count in self.sizes)
+
+    def covers(self, other: Key) -> bool:
+        """Whether steps of ``other`` fit into recordings of this key, which is not much larger."""
+        rows = dict(self.sizes)
+        return (
+            self[2:] == other[2:]
+            and other.longest <= self.longest <= MOST_TIMES * other.longest
+            and len(rows) <= MOST_TIMES * len(other.sizes)
+            and all(rows.get(form, 0) >= count for form, count in other.sizes)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +113,7 @@ class StepKinds:
                 held = [other for other, kind in self._kinds.items() if (kind.graph is not None) == recorded]
                 for other in held[: max(0, len(held) - most)]:
                     del self._kinds[other]
-            self._kinds[key] = StepKind(groups, key[1])
+            self._kinds[key] = StepKind(groups, key.longest)
         self._kinds.move_to_end(key)
         return self._kinds[key]
 
@@ -107,17 +130,8 @@ class StepKinds:
             self._asked.popitem(last=False)
         if times > COVERED:
             return None
-        sizes, longest = key[:2]
-        found: tuple[Key, StepKind] | None = None
-        for other, kind in self._kinds.items():
-            rows = dict(other[0])
-            fits = other[2:] == key[2:] and longest <= other[1] <= MOST_TIMES * longest
-            fits = fits and len(rows) <= MOST_TIMES * len(sizes)
-            if kind.graph is None or not fits or any(rows.get(form, 0) < count for form, count in sizes):
-                continue
-            if found is None or _size(other) < _size(found[0]):
-                found = other, kind
-        return found
+        found = [one for one in self._kinds.items() if one[1].graph is not None and one[0].covers(key)]
+        return min(found, key=lambda one: (len(one[0].sizes), one[0].rows, one[0].longest), default=None)
 
     def clear(self, several: bool | None = None) -> None:
         """Forget all kinds with their graphs; or those whose rows have ``several`` tokens, or one, alone."""
@@ -201,7 +215,3 @@ class StepKinds:
     def succeeded(self, key: Key) -> None:
         if self._failed:
             self._failed.pop(key, None)
-
-
-def _size(key: Key) -> tuple[int, int, int]:
-    return len(key[0]), sum(count for _, count in key[0]), key[1]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from saccade.engine.device_attention import why_not
 from saccade.methods.base import Method, WindowMethod
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
 from saccade.models.interface import ModelSpec
+from saccade.ops.triton.batched_reading import why_not
 from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan, Everything, Reading, Summarized
+from saccade.selection.forms import Summarized
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Everything, Reading
 
 PLANS = 4096  # of methods used last
 
@@ -55,7 +57,7 @@ class DevicePlans:
     def prefilling(self, each: int) -> DevicePlan | None:
         """How at most ``each`` rows of a dense prefill read; None where a layer has a window of its own."""
         plan = self.of(Policy()).plan
-        if plan is None or set(plan.layers) != {Everything()}:
+        if plan is None or not plan.dense:
             return None
         return self._verifying(Policy().decode, each, None).plan
 
@@ -79,9 +81,9 @@ class DevicePlans:
             plan = window.narrowed(plan)
             if plan is None:
                 return Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
-        reason = why_not(plan, spec)
-        if reason is not None:
-            return Planned(None, why_not=f"'{method.text}': {reason}")
+        for reading in dict.fromkeys(plan.layers):
+            if (reason := why_not(reading, spec)) is not None:
+                return Planned(None, why_not=f"'{method.text}': {reason}")
         return Planned(plan, self._number(plan), cones=cones)
 
     def _planned_verifying(self, method: Method, each: int, kept: Summarized | None) -> Planned:

@@ -78,15 +78,15 @@ class Preparing:
             for form, sizes in ((decode.plan, halves), (pieces, [one for one in PIECES if one <= MOST_PIECES])):
                 for rows in sizes if form is not None else ():
                     assert form is not None
-                    yield ((plans.forms.index(form.form), rows),), keys, False, False, form is pieces
+                    yield Key(((plans.forms.index(form.form), rows),), keys, prefill=form is pieces)
             keys *= 2
 
     @torch.inference_mode()
     def _record(self, key: Key) -> bool:
         """Run steps of padding alone until the kind is recorded, if any is. False where one fails."""
-        ((form, rows),) = key[0]
+        ((form, rows),) = key.sizes
         group = Group(self._plans.forms[form], 0, rows)
-        buffers = self._rooms.room(self._pool, rows, self._pool.format.blocks(key[1]), group.each > 1)
+        buffers = self._rooms.room(self._pool, rows, self._pool.format.blocks(key.longest), group.each > 1)
         try:
             buffers.load([(0, 0, 0)] * rows * group.each, [0] * rows)
             kind, forward = self._kind(self._pool, key, (group,), buffers)

@@ -35,7 +35,7 @@ class DenseReplays:
         plan = self._plans.of(Policy()).plan
         assert plan is not None
         group = Group(plan.form, 0, pad(rows, 1))
-        key: Key = ((self._plans.forms.index(plan.form), group.rows),), longest, False, False, False
+        key = Key(((self._plans.forms.index(plan.form), group.rows),), longest)
         kind, forward = self._kind(pool, key, (group,), buffers)
         self._kinds.launch(kind, forward, watched=False)
         return kind.logits.clone()  # recordings share their memory

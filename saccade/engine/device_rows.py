@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.device_words import ReadCounts, RowWords, RuleCounts
+from saccade.engine.device_words import RowWords
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.machine import sent
 from saccade.models.interface import LayerAttention, ModelSpec
+from saccade.ops.tallies import Counted
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
@@ -50,16 +51,16 @@ class Asked(NamedTuple):
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    A row is a sequence's; it may have several tokens, ``each`` at most. ``inputs`` int64 [4, rows * each]: each token,
-    its position and the number of keys that it sees, its own among them; and of each row the number of keys that it has
-    after the step; 0 for padding.
+    A row is a sequence's; it may have several tokens, ``each`` at most. int64 [rows * each] are
+    ``tokens``, their ``positions``, how many keys each has ``seen``, its own among them, and of each row ``lengths``,
+    the keys that it has after the step; 0 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
-    ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
-    ``rules``: what stopping rules did since this was last taken. ``reach`` int32 [layers, rows, kv_heads]: how far they
-    went in the last step, by which the next one reads, never what it finds. ``own``: of rows whose methods
-    bring readings of their own. ``asked``: where steps that prefill leave queries that methods learn from.
+    ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading
+    (selection.forms.Numbers). ``reach`` int32 [layers, rows, kv_heads]: how far stopping rules went in the last step,
+    by which the next one reads, never what it finds. ``own``: what methods keep of rows, and what is counted of them.
+    ``asked``: where steps that prefill leave queries that methods learn from.
     """
 
     def __init__(
@@ -76,19 +77,14 @@ class RowBuffers:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
         self._staging = torch.zeros(4, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
-        self.inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.seen, self.lengths = self._inputs
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self.first, self.second = torch.zeros(2, layers, rows, dtype=torch.int32, device=device)
         self.share = torch.zeros(layers, rows, dtype=torch.float32, device=device)
-        every = (layers, rows, kv_heads)
-        self.rules = RuleCounts(
-            torch.zeros(every, dtype=torch.int64, device=device),
-            torch.zeros(every, dtype=torch.float64, device=device),
-            torch.ones(every, dtype=torch.float32, device=device),
-        )
-        self.reach = torch.zeros(every, dtype=torch.int32, device=device)
+        self.reach = torch.zeros(layers, rows, kv_heads, dtype=torch.int32, device=device)
         self.own = RowWords(layers, rows, heads, device)
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
@@ -105,8 +101,8 @@ class RowBuffers:
     def last_tokens(self, rows: int, each: int) -> Tensor:
         """Where the last token of each of the first ``rows`` rows stands among those of all, ``each`` a row: int64
         [rows]. 0 and on for padding."""
-        firsts = self.inputs[1, : rows * each : each]
-        last = (self.inputs[3, :rows] - firsts - 1).clamp(min=0)
+        firsts = self.positions[: rows * each : each]
+        last = (self.lengths[:rows] - firsts - 1).clamp(min=0)
         return last + torch.arange(0, rows * each, each, device=self.device)
 
     def fits(self, rows: int, blocks: int) -> bool:
@@ -145,13 +141,13 @@ class RowBuffers:
         self._staging[:3, count:] = 0
         self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self._staging[3, len(lengths) :] = 0
-        self.inputs.copy_(self._staging, non_blocking=True)
+        self._inputs.copy_(self._staging, non_blocking=True)
 
     def advance(self, tokens: Tensor) -> None:
         """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding."""
-        held = self.inputs[:, : len(tokens)]
-        held[0] = tokens.clamp(min=0)  # a token of no number ends a row on the host
-        held[1:] += held[3].sign()
+        count = len(tokens)
+        self.tokens[:count] = tokens.clamp(min=0)  # a token of no number ends a row on the host
+        self._inputs[1:, :count] += self.lengths[:count].sign()
 
     def go_ahead(self, counts: bool) -> None:
         """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""
@@ -167,27 +163,18 @@ class RowBuffers:
 
     @property
     def _sums(self) -> tuple[Tensor, ...]:
-        return (*self.rules, self.own.tallies)
+        return self.own.tallies, self.own.least
 
-    def take_reads(self, row: int) -> ReadCounts:
-        """What the readings of a row's own have done in ``row`` since the last time; counting begins anew."""
+    def take(self, row: int) -> Counted:
+        """What was counted in ``row`` since the last time; counting begins anew."""
         self.come_back(False)
         return self.own.take(row)
-
-    def take_rules(self, row: int) -> RuleCounts:
-        """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
-        self.come_back(False)
-        taken = RuleCounts(*(one[:, row].cpu().clone() for one in self.rules))
-        self.rules.keys[:, row] = 0
-        self.rules.covered[:, row] = 0.0
-        self.rules.least[:, row] = 1.0
-        return taken
 
     def resolve(self, pool: BlockManager, rows: int, longest: int) -> Tensor:
         """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and
         ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
         since."""
-        lengths = self.inputs[3, :rows].to(torch.int32)
+        lengths = self.lengths[:rows].to(torch.int32)
         absent = -1 if pool.tiers is None else pool.tiers.guard
         pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths

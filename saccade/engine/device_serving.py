@@ -15,7 +15,6 @@ from saccade.engine.step import ScheduledRequest, StepInput
 from saccade.methods.policy import Policy
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
-from saccade.selection.plan import Everything
 
 MOST_ROWS = 64  # that decode or verify
 
@@ -61,7 +60,7 @@ class DeviceServing:
                 return "the decode method keeps a state that its device plan does not know"
             if memory.has_gone and not one.policy.decode.evicts:
                 return "an earlier turn evicted keys"
-        if one.together and planned.plan is not None and set(planned.plan.layers) != {Everything()}:
+        if one.together and planned.plan is not None and not planned.plan.dense:
             return "rows with sliding windows are attended one by one"
         return planned.why_not
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_rows import RowBuffers
-from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.selection.plan import DevicePlan
 
 
@@ -36,12 +34,7 @@ class RowCounts:
         for other in (row, counts.row):
             self._detach(other)
         self.rows[row] = counts
-        source: Callable[[], RuleCounts | ReadCounts] | None = None
-        if plan.ruled:
-            source = partial(buffers.take_rules, row)
-        elif plan.keeps:
-            source = partial(buffers.take_reads, row)
-        counts.attach(row, source)
+        counts.attach(row, partial(buffers.take, row) if plan.keeps or plan.ruled else None)
 
     def detach(self) -> None:
         """Take what all rows have counted: their buffers go."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.interface import LayerAttention
+from saccade.ops.row_words import TapWords
 
 
 class Tapped(NamedTuple):
@@ -53,8 +54,7 @@ class Tap:
         return own.q[row - own.first], own.out[row - own.first], own.lse[row - own.first]
 
     def addresses(self) -> Tensor:
-        """int64 [layers, rows, 6]: where a row's ``q``, ``out`` and ``lse`` begin, in bytes, each followed by how many
-        elements lie between its heads. On the tensors' device."""
+        """int64 [layers, rows, 6]: the TapWords of each row. On the tensors' device."""
         if self._addresses is None:
             layers = [sorted(self._layers[layer], key=lambda one: one.first) for layer in sorted(self._layers)]
             listed = [[line for one in layer for line in _lines(one)] for layer in layers]
@@ -64,8 +64,10 @@ class Tap:
         return self._addresses
 
 
-def _lines(one: Tapped) -> list[list[int]]:
+def _lines(one: Tapped) -> list[TapWords]:
     """The entries of its rows."""
-    parts = one.q, one.out, one.lse
-    starts = [(part.data_ptr(), part.stride(0) * part.element_size(), part.stride(1)) for part in parts]
-    return [[word for at, step, head in starts for word in (at + row * step, head)] for row in range(len(one.q))]
+    q, out, lse = one.q, one.out, one.lse
+    return [
+        TapWords(q[row].data_ptr(), q.stride(1), out[row].data_ptr(), out.stride(1), lse[row].data_ptr(), lse.stride(1))
+        for row in range(len(q))
+    ]

@@ -16,7 +16,7 @@ from saccade.kv.host import HostTier
 from saccade.kv.offers import Flight, Offers
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.tier import TierCounts
-from saccade.selection.plan import DevicePlan, Everything
+from saccade.selection.plan import DevicePlan
 
 MOST_PAUSE = 64  # steps that the host serves in a row, at most, after one for which slots ran short
 
@@ -47,7 +47,7 @@ class DeviceTiers:
             return f"{reason}, and what is not is attended where it lies (kv_compute)"
         if kv.damaged:
             return "some of its KV blocks were lost"
-        whole = sum(isinstance(one, Everything) for one in plan.layers)
+        whole = sum(one.ends == (0, None) for one in plan.layers)
         if whole * kv.blocks // pool.layers > tiers.slots * 3 // 4:
             return f"{reason}, and all of them do not fit"
         left, last = self._pauses.get(kv, (0, 0))

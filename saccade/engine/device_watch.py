@@ -15,11 +15,9 @@ from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
-from saccade.ops.triton.batched_rows import listed
-from saccade.ops.triton.decode import KeyLists
-from saccade.ops.triton.progressive import Progress
-from saccade.selection import Band, Blocks, Cone, Dense, Selection, Shape, Tokens
-from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, RankedBlocks, Reading
+from saccade.ops.triton.batched_rows import LayerRead
+from saccade.selection import Cone, Dense, Shape
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,9 @@ class StepWatch:
             self._clock.seconds[name] = self._clock.seconds.get(name, 0.0) + began.elapsed_time(ended) / 1e3
         self._events = []
 
-    def called(
-        self,
-        layer: int,
-        first: int,
-        q: Tensor,
-        out: Tensor,
-        spec: LayerAttention,
-        lists: KeyLists | None,
-        ranking: tuple[Tensor, Tensor, Tensor] | None,
-        progress: Progress | None,
-        everything: Tensor | None = None,
-    ) -> None:
-        """Rows ``first`` on have attended for ``q``, to ``lists``, or to what the rule let in of ``ranking`` (see
-        rank_blocks), or to ``everything`` (bool [rows]). What an observer raises fails its request alone."""
+    def called(self, layer: int, first: int, q: Tensor, out: Tensor, spec: LayerAttention, read: LayerRead) -> None:
+        """Rows ``first`` on have attended for ``q`` to what was ``read``. What an observer raises fails its request
+        alone."""
         if not self._watch.sees_calls:
             return
         for number in range(q.shape[0]):
@@ -106,45 +93,11 @@ class StepWatch:
                 # view computes its own.
                 view = KVView(row.kv.view(layer).upto(scheduled.stop).paged())
                 shape = Shape.suffix(q.shape[1], view.kv_heads, 1, scheduled.stop, q.device)
-                blocks = [] if progress is None or ranking is None else _ranked(reading, number, ranking, progress)
-                if lists is not None:
-                    blocks = _listed(number, lists)
-                whole = everything is not None and bool(everything[number])
-                selection = Dense(shape) if whole else _selection(reading, shape, blocks)
+                whole = read.everything is not None and bool(read.everything[number])
+                selection = Dense(shape) if whole else reading.selection(shape, read.of_row(number))
                 heads = q[number][:, None], out[number][:, None]
                 self._watch.see(
                     AttentionCall(scheduled.request_id, layer, "decode", heads[0], view, selection, spec, heads[1])
                 )
             except Exception as error:  # one request's failure must not take the others down
                 row.result.error = f"layer {layer}, decode: {type(error).__name__}: {error}"
-
-
-def _selection(reading: Reading, shape: Shape, blocks: list[Tensor]) -> Selection:
-    """What one row read; ``blocks``: its lists, one a unit."""
-    if isinstance(reading, OwnReading):
-        return Tokens.from_lists(shape, blocks)
-    kind = reading.cost(shape.k_len).kind
-    if kind == "dense":
-        return Dense(shape)
-    if isinstance(reading, Ends):
-        return Band(shape, window=reading.window, sinks=reading.sinks)
-    assert isinstance(reading, BestBlocks | RankedBlocks)
-    return Blocks.from_lists(shape, reading.size, blocks)
-
-
-def _listed(row: int, lists: KeyLists) -> list[Tensor]:
-    assert lists.counts is not None
-    entries = range(row * lists.units, (row + 1) * lists.units)
-    if lists.starts is not None:
-        return [listed(lists, entry) for entry in entries]
-    return [lists.indices[entry, : int(lists.counts[entry])] for entry in entries]
-
-
-def _ranked(reading: Reading, row: int, ranking: tuple[Tensor, Tensor, Tensor], progress: Progress) -> list[Tensor]:
-    assert isinstance(reading, RankedBlocks)
-    always, order, counts = ranking
-    lists = []
-    for entry in range(row * reading.units, (row + 1) * reading.units):
-        used = min(int(progress.used[entry]) * reading.microbatch, int(counts[1, entry]))
-        lists.append(torch.cat([always[entry, : int(counts[0, entry])], order[entry, :used]]))
-    return lists

@@ -5,36 +5,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from saccade.methods.device_state import REALS, WORDS, DeviceState
+from saccade.ops.row_words import ConeNumbers
+from saccade.ops.tallies import BESIDE, Counted
 from saccade.selection import Cone
-
-
-class RuleCounts(NamedTuple):
-    """What stopping rules let rows do, each [layers, rows, kv_heads]: keys read beyond those known for certain, int64;
-    the sum of the estimates of what was covered, float64; and the least of them, float32, 1 where there is none."""
-
-    keys: Tensor
-    covered: Tensor
-    least: Tensor
-
-
-class ReadCounts(NamedTuple):
-    """What a row's own readings did, each a layer: ``keys`` int64 [layers, heads] that were read; float64 [layers]
-    keys ``scored`` exactly, per query head, query heads that ``searches`` counts, and stand-ins that were scored beside
-    those that are known (``estimated``)."""
-
-    keys: Tensor
-    scored: Tensor
-    searches: Tensor
-    estimated: Tensor
-
-    def plus(self, other: ReadCounts) -> ReadCounts:
-        return ReadCounts(*(one + more for one, more in zip(self, other)))
 
 
 @dataclass
@@ -48,15 +25,16 @@ class _Row:
 
 class RowWords:
     """Of ``rows`` rows, at addresses that stay: ``words`` int64 [layers, rows, WORDS], ``reals`` float64 [layers, rows,
-    REALS], and ``cones`` float64 [layers, rows, 4], share, sinks, local and grid of each row's window, all 0 where it
-    has none. ``tallies`` float64 [layers, rows, heads + 3]: what ReadCounts counts, since it was taken."""
+    REALS], and ``cones`` float64 [layers, rows, 4], the ConeNumbers of each row's window. ``tallies`` float64 [layers,
+    rows, heads + BESIDE] and ``least`` float32 [layers, rows]: what was counted since it was taken (ops/tallies.py)."""
 
     def __init__(self, layers: int, rows: int, heads: int, device: torch.device) -> None:
         self.layers, self.heads, self.device = layers, heads, device
         self.words = torch.zeros(layers, rows, WORDS, dtype=torch.int64, device=device)
         self.reals = torch.zeros(layers, rows, REALS, dtype=torch.float64, device=device)
         self.cones = torch.zeros(layers, rows, 4, dtype=torch.float64, device=device)
-        self.tallies = torch.zeros(layers, rows, heads + 3, dtype=torch.float64, device=device)
+        self.tallies = torch.zeros(layers, rows, heads + BESIDE, dtype=torch.float64, device=device)
+        self.least = torch.ones(layers, rows, dtype=torch.float32, device=device)
         self._held = [_Row() for _ in range(rows)]
 
     def hold(self, row: int, state: DeviceState, cones: tuple[Cone | None, ...], length: int) -> None:
@@ -77,18 +55,13 @@ class RowWords:
             table[:, row] = torch.tensor(padded, dtype=table.dtype, device="cpu").to(self.device)
         self._held[row] = _Row(weakref.ref(state), state.room, cones)
 
-    def take(self, row: int) -> ReadCounts:
+    def take(self, row: int) -> Counted:
         """What was counted in ``row`` since the last time; counting begins anew."""
-        taken = self.tallies[:, row].cpu().clone()
+        taken = Counted.of(self.tallies[:, row].cpu().clone(), self.least[:, row].cpu().clone())
         self.tallies[:, row] = 0.0
-        return read_counts(taken)
+        self.least[:, row] = 1.0
+        return taken
 
 
-def read_counts(tally: Tensor) -> ReadCounts:
-    """Of float64 [layers, heads + 3]: keys, scored, searches, estimated."""
-    heads = tally.shape[1] - 3
-    return ReadCounts(tally[:, :heads].round().long(), *tally[:, heads:].unbind(1))
-
-
-def _numbers(cone: Cone | None) -> list[float]:
-    return [0.0] * 4 if cone is None else [cone.share, cone.sink_keys, cone.local, cone.block_size]
+def _numbers(cone: Cone | None) -> ConeNumbers:
+    return ConeNumbers() if cone is None else ConeNumbers(cone.share, cone.sink_keys, cone.local, cone.block_size)

@@ -8,6 +8,7 @@ kernels of its state (methods/host_state.py).
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from saccade.methods.verified import Verified
 from saccade.ops import cpu_readings
 from saccade.ops.cpu_plans import Ruled
 from saccade.ops.cpu_readings import Listed, Readings, Shared
-from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, RankedBlocks, Summarized
+from saccade.selection.forms import Summarized
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Everything
 
 PLANS = 4096  # of methods used last
 
@@ -62,7 +65,7 @@ class FixedPlans:
             return None
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
-            if plan is None or set(plan.layers) != {Everything()}:
+            if plan is None or not plan.dense:
                 return None
             return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
         prepared = self._plan(rows.method)
@@ -80,7 +83,7 @@ class FixedPlans:
         if fixed is None:
             return None
         for reading in set(fixed.plan.layers):
-            if not isinstance(reading, BestBlocks | RankedBlocks) or rows.scheduled.stop <= reading.dense_upto:
+            if reading.choice is None or rows.scheduled.stop <= reading.all_upto:
                 return None
         return fixed
 
@@ -125,7 +128,6 @@ class FixedPlans:
     def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         reading = plan.layers[0]
-        assert isinstance(reading, OwnReading)
         dense = reading.cost(length).kind == "dense"
         if dense and (window is not None or (method.wants_weights and reading.learns_from_all)):
             return None  # it reads what the window leaves, or reads everything and learns from it
@@ -139,7 +141,7 @@ class FixedPlans:
         reads = state.reads(length, window)
         if reads is None:
             state.tally[:, : self.setting.spec.heads] += length
-        return FixedRow(rows, state.plan(plan), reads or self._everything, state)
+        return FixedRow(rows, plan, reads or self._everything, state)
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
@@ -150,16 +152,15 @@ class FixedPlans:
     def summarized(self, method: Method) -> Summarized | None:
         """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
         prepared = self._plan(method)
-        blocks = None if prepared is None else prepared.plan.blocks
-        return blocks if isinstance(blocks, Summarized) else None
+        return None if prepared is None or prepared.plan.choice is not None else prepared.plan.blocks
 
     def _planned(self, method: Method) -> Prepared | None:
         spec = self.setting.spec
         plan = method.device_plan(spec)
         if plan is None:
             return None
-        if len(set(plan.layers)) == 1 and isinstance(plan.layers[0], OwnReading):
-            return Prepared(plan, None)
+        if len(set(plan.layers)) == 1 and not plan.listed:
+            return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
         if any(cpu_readings.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
             return None
         return Prepared(plan, Readings(plan.layers))

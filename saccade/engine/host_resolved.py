@@ -25,7 +25,6 @@ from saccade.models.interface import LayerAttention
 from saccade.ops import cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
 from saccade.ops.tiered import FIRST_RANKED
-from saccade.selection.plan import BestBlocks, RankedBlocks, Reading
 
 
 class ResolvedRow:
@@ -76,7 +75,7 @@ class ResolvedRow:
         """Bring summaries up to date, and plan all layers. The row counts as stored from here on."""
         kv, rows, before = self._kv, self.fixed.rows, tier_counts(self.fixed.rows)
         blocks = self.fixed.plan.blocks
-        assert isinstance(blocks, BestBlocks | RankedBlocks)
+        assert blocks is not None
         try:
             summaries = kv.summaries(blocks.summary, blocks.size)
         finally:
@@ -142,18 +141,8 @@ def resolved(
         fixed = plans.of_blocks(rows)
         if fixed is None:
             continue
-        most = max(
-            _most(one, pool.format.block_size, len(rows.memory.kv.block_table)) for one in set(fixed.plan.layers)
-        )
+        blocks = len(rows.memory.kv.block_table)
+        most = max(one.most_blocks(pool.format.block_size, blocks) for one in set(fixed.plan.layers))
         if most <= min(tiers.room_in(layer) for layer in range(pool.layers)):
             found[rows.scheduled.request_id] = ResolvedRow(setting, plans, fixed, most, own_products)
     return found
-
-
-def _most(reading: Reading, page: int, blocks: int) -> int:
-    """Blocks of ``page`` tokens, of ``blocks``, that a layer may want."""
-    if not isinstance(reading, BestBlocks):
-        return blocks  # a rule may go on to the end
-    size = reading.size
-    each = max(1, size // page) if max(size, page) % min(size, page) == 0 else size // page + 2
-    return reading.units * (reading.first + reading.last + reading.take) * each

@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from saccade.engine.carried import REGION, Choice
+from saccade.engine.carried import REGION
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.host_plans import FixedPlans, FixedRow
 from saccade.kv.block_codes import BlockCodes
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
-from saccade.ops.cpu_readings import Readings
 from saccade.ops.layer_rows import RowLayers
-from saccade.selection.plan import Summarized
 
 
 class JoinedRows:
@@ -183,12 +181,12 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         peaks = None if weighed is None else weighed.peaks
         return PlannedRow(rows.first, length - count, kv.tables, fixed.reads, length=count, peaks=peaks, region=REGION)
     carried = rows.memory.carried
-    blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
+    choice, blocks = fixed.plan.choice, fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
-    if blocks is not None and (isinstance(blocks, Summarized) or length > blocks.dense_upto):
+    if blocks is not None and (choice is None or length > choice.dense_upto):
         summaries = kv.summaries(blocks.summary, blocks.size)
-        if isinstance(fixed.reads, Readings):
+        if fixed.state is None:
             codes = kv.summary_codes(blocks.summary, blocks.size)
-    more = carried.blocks(blocks) if carried is not None and summaries and isinstance(blocks, Choice) else None
+    more = carried.blocks(choice) if carried is not None and summaries and choice is not None else None
     return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes, carried=more)

@@ -14,7 +14,7 @@ from saccade.kv.hosted import HostedKV
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.history import StateHistory
 from saccade.methods.state import to
-from saccade.selection.plan import Summarized
+from saccade.selection.forms import Summarized
 
 HOST = torch.device("cpu")
 

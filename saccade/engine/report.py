@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from saccade.engine.contradiction import Contradiction
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.messages import RequestMetrics
-from saccade.engine.phase_stats import LayerStats, PhaseStats
+from saccade.engine.phase_stats import PhaseStats
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy

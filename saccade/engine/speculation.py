@@ -8,9 +8,10 @@ from typing import Any
 
 from saccade.engine.acceptance import Proposal, propose
 from saccade.engine.carried import Weighed
+from saccade.engine.layer_stats import LayerStats
 from saccade.engine.lookup import Lookup
 from saccade.engine.pacing import Pace, Pacing
-from saccade.engine.phase_stats import LayerStats, PhaseStats
+from saccade.engine.phase_stats import PhaseStats
 from saccade.engine.sampler import Sampler
 from saccade.methods.verified import Verified
 

@@ -14,7 +14,9 @@ from saccade.methods.options import require_choice, require_whole
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.methods.tails import BlockMethod
 from saccade.selection import Selection
-from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Choice
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,6 @@ class ArkVale(BlockMethod):
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         return None if self.stands_in else DevicePlan.alike(self, spec, self._choice(spec))
 
-    def _choice(self, shape: Heads) -> BestBlocks:
+    def _choice(self, shape: Heads) -> Choice:
         units = units_of(self.unit, shape)
         return page_choice("cuboid", self.block_size, units, self.budget, self.sinks, self.window)

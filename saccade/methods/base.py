@@ -36,7 +36,8 @@ from saccade.methods.host_state import HostState
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass

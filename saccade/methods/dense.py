@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from saccade.methods.base import Method
-from saccade.selection.plan import DevicePlan, Ends, Everything, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Ends, Everything
 
 
 @dataclass(frozen=True)

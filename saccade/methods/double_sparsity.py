@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Chunk, Method, Query
@@ -18,45 +17,21 @@ from saccade.methods.labels import (
     around,
     heaviest_channels,
 )
-from saccade.methods.labels.recorded import LabelledKeys, RecordedLabels
+from saccade.methods.labels.recorded import BestKeys, RecordedLabels
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import DevicePlan, Known, PlanSpec, Room
+from saccade.selection.forms import PlanSpec, Room
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass(frozen=True)
-class SparseKeys(LabelledKeys):
+class SparseKeys(BestKeys):
     """What ``DoubleSparsity`` reads."""
 
-    method: DoubleSparsity | None = None
-
-    @property
-    def form(self) -> LabelledKeys:
-        return replace(self, method=None)
+    quantize_query: bool = False
 
     def why_not(self, spec: PlanSpec) -> str | None:
-        assert self.method is not None
-        return "no kernel of recorded steps quantizes queries" if self.method.quantize_query else None
-
-    def cost(self, length: int, step: int = 0) -> Known:
-        assert self.method is not None
-        dense = self.method.budget(length) >= length
-        return Known("dense" if dense else "tokens", 0, 0 if dense else length)
-
-
-class SparseState(RecordedLabels):
-    """Of layers that have labels, and those that are dense."""
-
-    def __init__(self, opening: Opening, method: DoubleSparsity) -> None:
-        super().__init__(opening, opening.states)
-        self._method = method
-
-    def words(self, layer: int) -> Sequence[int]:
-        method = self._method
-        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local, *self.label_words(layer)
-
-    def reals(self, layer: int) -> Sequence[float]:
-        return (self._method.k,)
+        return "no kernel of recorded steps quantizes queries" if self.quantize_query else None
 
 
 @dataclass(frozen=True)
@@ -125,11 +100,11 @@ class DoubleSparsity(Method):
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
         room = Room.of(self.k, self.sinks + self.local)
-        reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self)
+        reading = SparseKeys(units, room, self, self._count(spec.head_dim), self.bits, self.quantize_query)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 
     def device_state(self, opening: Opening) -> DeviceState:
-        return SparseState(opening, self)
+        return RecordedLabels(opening, opening.states, self)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape

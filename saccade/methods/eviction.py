@@ -22,7 +22,8 @@ from saccade.methods.options import require, require_choice, require_number, req
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection, Shape, Tokens, gone_for
 from saccade.selection.csr import offsets_of_lists
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 FORGOTTEN = "forgets: it evicted keys for good, and no later step or turn can read them"
 

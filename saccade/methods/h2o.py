@@ -23,7 +23,8 @@ from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number
 from saccade.ops.scores import line_sums
 from saccade.selection import Selection, Tokens
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 TILE_ROWS = 128  # prefill rows weighed at once
 

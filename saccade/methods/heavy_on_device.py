@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.selection.plan import OwnReading
+from saccade.ops.row_words import HeavyWords
+from saccade.selection.readings import OwnReading
 
 if TYPE_CHECKING:
     from saccade.methods.h2o import Heavy
@@ -25,13 +26,12 @@ class HeavyKeys(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.triton_heavy import advance
-        from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_weights import weigh_lists
 
         lists, pending = advance(rows, self.units)
-        out, lse = rows.attend(lists)
-        weigh_lists(rows, lists, lse, rows.pages.lengths.view(torch.float32), pending)
-        return LayerRead(out, lse, lists)
+        read = rows.attended(lists)
+        weigh_lists(rows, lists, read.lse, rows.pages.lengths.view(torch.float32), pending)
+        return read
 
 
 @dataclass(eq=False)
@@ -59,8 +59,15 @@ class HeavyLists(DeviceState):
 
     def words(self, layer: int) -> Sequence[int]:
         own, state = self._layers[layer], self.states[layer]
-        tensors = (own.keys, own.sums, own.pending, own.marks)
-        return *(one.data_ptr() for one in tensors), own.keys.shape[1], state.budget, state.recent
+        return HeavyWords(
+            keys=own.keys.data_ptr(),
+            sums=own.sums.data_ptr(),
+            pending=own.pending.data_ptr(),
+            marks=own.marks.data_ptr(),
+            width=own.keys.shape[1],
+            budget=state.budget,
+            recent=state.recent,
+        )
 
     def reads_all(self, length: int) -> bool:
         return length <= self._all_upto

@@ -11,16 +11,17 @@ import torch
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.ops.cpu_readings import Listed, Shared
 from saccade.ops.cpu_structs import native
-from saccade.selection.plan import DevicePlan, Summarized
+from saccade.ops.tallies import BESIDE
+from saccade.selection.forms import Summarized
 
 if TYPE_CHECKING:
     from saccade.methods.base import WindowMethod
 
 
 class HostState(DeviceState):
-    """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + 3] is what the
-    step that runs adds to, laid out as ReadCounts: keys read by each head, keys scored, searches, stand-ins. ``apart``:
-    so many first keys, which its rows read, it leaves to others: results are to be merged with theirs."""
+    """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + BESIDE]
+    (ops/tallies.py) is what the step that runs adds to. ``apart``: so many first keys, which its rows read, it leaves
+    to others: results are to be merged with theirs."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
     apart: int = 0
@@ -29,7 +30,7 @@ class HostState(DeviceState):
     def __init__(self, opening: Opening) -> None:
         super().__init__(opening)
         heads, layers = opening.spec.heads, opening.spec.layers
-        self.tally = torch.zeros(layers, heads + 3, dtype=torch.float64, device="cpu")
+        self.tally = torch.zeros(layers, heads + BESIDE, dtype=torch.float64, device="cpu")
         self.steps = 0  # since it was opened
         self._counted = torch.zeros_like(self.tally)
         self.layers: Sequence[Any] = ()
@@ -44,10 +45,6 @@ class HostState(DeviceState):
     def known(self, layer: int) -> dict[str, Any]:
         """The fields of a ListedLayer beside its tally."""
         return {}
-
-    def plan(self, plan: DevicePlan) -> DevicePlan:
-        """Its method's plan, as what these rows do is counted."""
-        return plan
 
     def reads(self, length: int, window: WindowMethod | None = None) -> Listed | Shared | None:
         """What a row that sees ``length`` keys reads in every layer; None where that is everything. ``window``: its

@@ -21,9 +21,12 @@ from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, aro
 from saccade.methods.labels.recorded import RecordedLabels
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
+from saccade.ops.row_words import KeyWords
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, bucket
+from saccade.selection.forms import Known, PlanSpec, bucket
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import OwnReading
 
 
 @dataclass(eq=False)
@@ -118,12 +121,23 @@ class RecordedSets(RecordedLabels):
             self._since.append(torch.full((1,), since, dtype=torch.int64, device=device))
             self._donors.append(torch.tensor(state.donor, dtype=torch.int32, device="cpu").to(device))
 
-    def words(self, layer: int) -> Sequence[int]:
+    def words(self, layer: int) -> KeyWords:
         method, donor = self._method, self.states[layer].layer_donor
-        taken = (0, 0) if donor is None else (self._sets[donor].data_ptr(), self._since[donor].data_ptr())
-        own = self._sets[layer].data_ptr(), self._since[layer].data_ptr()
-        numbers = method.heavy, method.sinks, method.local
-        return *numbers, *self.label_words(layer), method.every, *own, *taken, self._donors[layer].data_ptr()
+        return (
+            super()
+            .words(layer)
+            ._replace(
+                k=method.heavy,
+                sinks=method.sinks,
+                local=method.local,
+                every=method.every,
+                sets=self._sets[layer].data_ptr(),
+                since=self._since[layer].data_ptr(),
+                other_sets=0 if donor is None else self._sets[donor].data_ptr(),
+                other_since=0 if donor is None else self._since[donor].data_ptr(),
+                donors=self._donors[layer].data_ptr(),
+            )
+        )
 
     @torch.inference_mode()
     def settle(self, length: int) -> list[Any]:

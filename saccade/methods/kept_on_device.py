@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.selection.plan import OwnReading
+from saccade.ops.row_words import KeptWords
+from saccade.selection.readings import OwnReading
 
 AHEAD = 1024  # keys that room is made for at a time
 
@@ -22,11 +23,9 @@ class KeptKeys(OwnReading):
     units: int
 
     def read(self, rows: Any) -> Any:
-        from saccade.ops.triton.batched_rows import LayerRead, kept_lists
+        from saccade.ops.triton.batched_lists import kept_lists
 
-        lists = kept_lists(rows, self.units)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
+        return rows.attended(kept_lists(rows, self.units))
 
 
 class KeptLists(DeviceState):
@@ -44,7 +43,9 @@ class KeptLists(DeviceState):
 
     def words(self, layer: int) -> Sequence[int]:
         lists = self._lists[layer]
-        return lists.data_ptr(), lists.shape[1], self._counts[layer].data_ptr(), self.states[layer].length
+        return KeptWords(
+            lists.data_ptr(), lists.shape[1], counts=self._counts[layer].data_ptr(), since=self.states[layer].length
+        )
 
     def reads_all(self, length: int) -> bool:
         return self._whole

@@ -26,7 +26,9 @@ from saccade.methods.psa import PSA
 from saccade.methods.verified import MOST, UNLEARNT, Drafted, Verified, bare
 from saccade.ops import Call, run
 from saccade.selection import Dense, Selection, cut, without
-from saccade.selection.plan import DevicePlan, Ends, Everything, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Ends, Everything
 
 AnyChunk = TypeVar("AnyChunk", bound=Chunk)
 

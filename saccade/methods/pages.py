@@ -12,7 +12,8 @@ from saccade.kv.summaries import summarize
 from saccade.methods.base import Query
 from saccade.ops.block_scores import top_blocks
 from saccade.selection import Blocks, Dense, Selection
-from saccade.selection.plan import BestBlocks
+from saccade.selection.forms import Summarized
+from saccade.selection.readings import Choice
 
 UNITS = ("q_head", "kv_head", "layer")
 
@@ -32,15 +33,15 @@ def units_of(unit: str, shape: Heads) -> int:
 
 
 @lru_cache
-def page_choice(kind: str, size: int, units: int, budget: int, first: int, last: int, least: int = 1) -> BestBlocks:
+def page_choice(kind: str, size: int, units: int, budget: int, first: int, last: int, least: int = 1) -> Choice:
     """``budget`` keys in pages of ``size``, at least ``least`` pages: the ``first`` first and ``last`` last ones, and
     the best others by the summary ``kind``. Rows that this leaves nothing to skip read everything."""
     count = max(least, budget // size)
     dense_upto = max(budget, count * size, (first + last) * size)
-    return BestBlocks(size, kind, units, first, last, max(0, count - first - last), dense_upto)
+    return Choice(Summarized(size, kind), units, first, last, dense_upto, take=max(0, count - first - last))
 
 
-def top_pages(query: Query, choice: BestBlocks) -> Selection:
+def top_pages(query: Query, choice: Choice) -> Selection:
     """The pages that ``choice`` means for one row."""
     shape, size, first, last = query.shape, choice.size, choice.first, choice.last
     if shape.k_len <= choice.dense_upto:
@@ -55,10 +56,10 @@ def top_pages(query: Query, choice: BestBlocks) -> Selection:
         return _blocks(query, size, forced)
     tail = None
     if last == 0 and shape.k_len % size:
-        tail = summarize(query.kv.keys(shape.k_len // size * size), choice.summary)  # [parts, G, d]
+        tail = summarize(query.kv.keys(shape.k_len // size * size), choice.source.summary)  # [parts, G, d]
     query.cost.estimated += pages - last - first
-    summary = query.kv.summary(choice.summary, size)
-    codes = query.kv.codes(choice.summary, size)
+    summary = query.kv.summary(choice.source.summary, size)
+    codes = query.kv.codes(choice.source.summary, size)
     best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail, codes)
     return _blocks(query, size, torch.cat([forced[:, :first], best, forced[:, first:]], 1))
 

@@ -11,7 +11,9 @@ from saccade.methods.options import require_choice, require_whole
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.methods.tails import BlockMethod
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Choice
 
 LEAST_PAGES = 3  # of the evaluation code, where the current page competes
 
@@ -55,6 +57,6 @@ class Quest(BlockMethod):
             return None
         return DevicePlan.alike(self, spec, self._choice(spec), self.dense_layers)
 
-    def _choice(self, shape: Heads) -> BestBlocks:
+    def _choice(self, shape: Heads) -> Choice:
         last, least = (0, LEAST_PAGES) if self.current == "competes" else (1, 1)
         return page_choice("minmax", self.block_size, units_of(self.unit, shape), self.budget, 0, last, least)

@@ -32,7 +32,8 @@ from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
 from saccade.selection import Selection, Tokens
 from saccade.selection.csr import offsets_of_lists
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 SIZES = ("capacity", "keys", "block_size", "channels")  # that a budget stands for
 TINY = 1e-30  # of a query without any weight in its channels

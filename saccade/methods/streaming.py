@@ -9,7 +9,9 @@ from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_whole
 from saccade.selection import Band, Dense, Selection
-from saccade.selection.plan import DevicePlan, Ends, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Ends
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,56 +11,13 @@ from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
+from saccade.methods.labels.recorded import BestKeys, RecordedLabels
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_whole
 from saccade.ops.cpu_structs import native
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens
-from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, Room
-
-
-@dataclass(frozen=True)
-class BestKeys(OwnReading):
-    """The keys that ``TopK`` means, as many as ``room`` says for each of ``units``."""
-
-    units: int
-    room: Room
-    method: TopK | None = None
-
-    @property
-    def form(self) -> BestKeys:
-        return replace(self, method=None)
-
-    def cost(self, length: int, step: int = 0) -> Known:
-        assert self.method is not None
-        dense = self.method.budget(length) >= length
-        return Known("dense" if dense else "tokens", 0, 0, 0 if dense else length)
-
-    def read(self, rows: Any) -> Any:
-        from saccade.methods.triton_topk import bounds_of
-        from saccade.ops.triton.batched_lists import choose_keys, new_lists
-        from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import score_keys
-
-        scores = score_keys(rows, self.units)
-        room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
-        lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
-
-
-class BestNumbers(DeviceState):
-    """The numbers of ``TopK``."""
-
-    def __init__(self, opening: Opening, method: TopK) -> None:
-        super().__init__(opening)
-        self._method = method
-
-    def words(self, layer: int) -> Sequence[int]:
-        method = self._method
-        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local
-
-    def reals(self, layer: int) -> Sequence[float]:
-        return (self._method.k,)
+from saccade.selection.forms import PlanSpec, Room
+from saccade.selection.plan import DevicePlan
 
 
 class HostBest(HostState):
@@ -141,7 +97,7 @@ class TopK(Method):
         return DevicePlan.alike(self, spec, BestKeys(units, room, self))
 
     def device_state(self, opening: Opening) -> DeviceState:
-        return BestNumbers(opening, self)
+        return RecordedLabels(opening, [None] * len(opening.states), self)
 
     def host_state(self, opening: Opening) -> HostState | None:
         return HostBest(opening, self)

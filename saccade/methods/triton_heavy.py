@@ -6,16 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from saccade.ops.triton.batched_rows import LayerRows, entries_from
+from saccade.ops.row_words import HeavyWords
+from saccade.ops.triton.batched_lists import entries_from
+from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.state_words import places
+
+W = places(HeavyWords)
 
 
 def advance(rows: LayerRows, units: int) -> tuple[KeyLists, torch.Tensor]:
     """Take in what the step before weighed, evict, and list the row's own key: the lists, and where the weights of
-    this step go (entries from the float32 ``rows.reals``' place on, as KeyLists.starts count). Words: addresses of
-    int32 keys [units, m], of float32 sums and pending weights [units, m] and of int64 marks [units, 3]; m; the budget;
-    how many last keys are recent. Marks: entries; the length up to which keys are listed, and weighed."""
+    this step go (entries from the float32 ``rows.reals``' place on, as KeyLists.starts count). By HeavyWords."""
     device, entries = rows.q.device, rows.count * units
     starts = torch.empty(2, entries, dtype=torch.int64, device=device)
     counts = torch.empty(entries, dtype=torch.int32, device=device)
@@ -49,14 +52,14 @@ def _advance(
         tl.store(pending_starts + entry, tl.zeros([], tl.int64))
     else:
         own = words + row.to(tl.int64) * word_row
-        room = tl.load(own + 4)
-        budget, recent = tl.load(own + 5).to(tl.int32), tl.load(own + 6).to(tl.int32)
-        keys_at = tl.load(own) + unit * room * 4
-        pending_at = tl.load(own + 2) + unit * room * 4
+        room = tl.load(own + W.width)
+        budget, recent = tl.load(own + W.budget).to(tl.int32), tl.load(own + W.recent).to(tl.int32)
+        keys_at = tl.load(own + W.keys) + unit * room * 4
+        pending_at = tl.load(own + W.pending) + unit * room * 4
         keys = keys_at.to(tl.pointer_type(tl.int32))
-        sums = (tl.load(own + 1) + unit * room * 4).to(tl.pointer_type(tl.float32))
+        sums = (tl.load(own + W.sums) + unit * room * 4).to(tl.pointer_type(tl.float32))
         pending = pending_at.to(tl.pointer_type(tl.float32))
-        marks = (tl.load(own + 3) + unit * 24).to(tl.pointer_type(tl.int64))
+        marks = (tl.load(own + W.marks) + unit * 24).to(tl.pointer_type(tl.int64))
         count, known, weighed = tl.load(marks).to(tl.int32), tl.load(marks + 1), tl.load(marks + 2)
         if known < length:  # else the step is run again
             least = float("inf")

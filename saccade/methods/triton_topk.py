@@ -7,13 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.row_words import KeyWords
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import BOUNDS
+from saccade.ops.triton.best_parts import BOUNDS, put_bounds
 from saccade.ops.triton.common import begin, launched
+from saccade.ops.triton.state_words import places
+
+W = places(KeyWords)
 
 
 def bounds_of(rows: LayerRows) -> Tensor:
-    """``choose_keys``'s bounds. Words: k, 0 where it is a share (a real); sinks; local."""
+    """``choose_keys``'s bounds, by the first of KeyWords."""
     bounds = torch.empty(rows.count, BOUNDS, dtype=torch.int32, device=rows.q.device)
     _bound[(rows.count,)](
         rows.words,
@@ -43,15 +47,12 @@ def _bound(words, reals, lengths, bounds, word_row, real_row, EARLY: tl.constexp
     row = tl.program_id(0)
     length = tl.load(lengths + row)
     own = words + row.to(tl.int64) * word_row
-    whole = tl.minimum(tl.load(own), 1 << 30).to(tl.int32)
-    sinks = tl.minimum(tl.load(own + 1), length.to(tl.int64)).to(tl.int32)
-    local = tl.minimum(tl.load(own + 2), length.to(tl.int64)).to(tl.int32)
+    whole = tl.minimum(tl.load(own + W.k), 1 << 30).to(tl.int32)
+    sinks = tl.minimum(tl.load(own + W.sinks), length.to(tl.int64)).to(tl.int32)
+    local = tl.minimum(tl.load(own + W.local), length.to(tl.int64)).to(tl.int32)
     forced = tl.minimum(length, sinks + local)
     budget = tl.maximum(budget_of(whole, tl.load(reals + row.to(tl.int64) * real_row), length), forced)
     dense = budget >= length
     first = tl.where(dense, length, sinks)
-    tl.store(bounds + row * 5, first)
-    tl.store(bounds + row * 5 + 1, tl.where(dense, length, tl.maximum(first, length - local)))
-    tl.store(bounds + row * 5 + 2, 0)
-    tl.store(bounds + row * 5 + 3, 0)
-    tl.store(bounds + row * 5 + 4, tl.where(dense, 0, budget - forced))
+    last = tl.where(dense, length, tl.maximum(first, length - local))
+    put_bounds(bounds, row, first, last, 0, 0, tl.where(dense, 0, budget - forced))

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.selection import Cone
-from saccade.selection.plan import MOST, DevicePlan, Ends, Everything, Known, Numbers, OwnReading
+from saccade.selection.forms import MOST, Known, Numbers
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import OwnReading, Reading
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,19 @@ class SeenKeys(OwnReading):
         return Known("dense" if whole and not hides else "band", 0, 0)
 
     def read(self, rows: Any) -> Any:
-        from saccade.ops.triton.batched_rows import LayerRead, seen_lists
+        from saccade.ops.triton.batched_lists import seen_lists
 
-        lists = seen_lists(rows)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
+        return rows.attended(seen_lists(rows))
 
 
 def windowed(plan: DevicePlan, cones: tuple[Cone | None, ...]) -> DevicePlan | None:
     """``plan`` within ``cones``, one a layer; None where a reading of it knows no windows."""
-    layers = []
+    layers: list[Reading] = []
     for reading, cone in zip(plan.layers, cones):
-        if cone is None or (isinstance(reading, OwnReading) and reading.windows):
+        if cone is None or reading.windows:
             layers.append(reading)
-        elif isinstance(reading, Everything):
-            layers.append(SeenKeys(cone=cone))
-        elif isinstance(reading, Ends):
-            layers.append(SeenKeys(reading.sinks, reading.window, cone))
+        elif reading.ends is not None:
+            layers.append(SeenKeys(*reading.ends, cone))
         else:
             return None
     return replace(plan, layers=tuple(layers))

@@ -18,7 +18,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_readings import Listed, Readings, Shared
-from saccade.ops.cpu_structs import address, codes_of, native, pool_of
+from saccade.ops.cpu_structs import address, native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS, RowLayers
 from saccade.ops.layout import written as checked
 
@@ -126,16 +126,8 @@ class PlannedRows:
             raise SaccadeError(f"{error}: make it resident first") from None
         if reads is None:
             return
-        if isinstance(reads, Shared):
-            self._step.shares(number, reads.keys, reads.layers)
-            return
-        parts = [one.data_ptr() for one in row.summaries], [one.shape[0] for one in row.summaries]
-        if isinstance(reads, Listed):
-            self._step.lists(number, reads.keys, reads.layers, *parts, reads.steps)
-            return
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
-        codes = [codes_of(one) for one in row.codes]
-        self._step.reads(number, reads.of(row.position + 1), *parts, codes, *noted, units)
+        reads.tell(self._step, number, row.position + 1, row.summaries, row.codes, noted, units)
         if row.home is not None:
             self._step.resolves(number, row.home.call)
         if row.peaks is not None:
@@ -290,4 +282,4 @@ class PlannedRows:
 
 def _units(row: PlannedRow) -> int:
     """Of stopping rules."""
-    return row.reads.units if isinstance(row.reads, Readings) else 0
+    return 0 if row.reads is None else row.reads.units

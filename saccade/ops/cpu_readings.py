@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native
-from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
+from saccade.ops.cpu_structs import ALL_KEYS, band_keys, codes_of, native
+from saccade.selection.readings import CHOICE, ENDS, Reading
 
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
 
 
 def serves(reading: Reading, kv_heads: int) -> str | None:
     """Why rows cannot read so here, on a model with so many KV heads; None where they can."""
-    if isinstance(reading, Everything | Ends):
-        return None
-    if isinstance(reading, OwnReading):
+    if reading.kernels not in _CALLS:
         return "its kernels are the method's own"
-    if reading.summary not in SUMMARIES:
-        return f"blocks are ranked by {', '.join(SUMMARIES)}, not by {reading.summary}"
-    if reading.last < 1:
+    choice = reading.choice
+    if choice is None:
+        return None
+    if choice.source.summary not in SUMMARIES:
+        return f"blocks are ranked by {', '.join(SUMMARIES)}, not by {choice.source.summary}"
+    if choice.last < 1:
         return "the last block has no summary yet: it must be among those that are always read"
-    if isinstance(reading, RankedBlocks) and reading.rest == "estimate":
+    if choice.rule is not None and choice.rule.rest == "estimate":
         return "its rule goes by guesses, which rows make one by one"
-    return cpu.uneven(reading.units, kv_heads)
+    return cpu.uneven(choice.units, kv_heads)
 
 
 class Readings:
@@ -32,17 +36,33 @@ class Readings:
 
     def __init__(self, layers: Sequence[Reading]) -> None:
         kinds = list(dict.fromkeys(layers))
-        self._calls = [_choice(one) if isinstance(one, BestBlocks | RankedBlocks) else _keys(one) for one in kinds]
-        self._dense_upto = [_dense_upto(one) for one in kinds]
+        self._calls = [_CALLS[one.kernels](one) for one in kinds]
+        self._all_upto = [one.all_upto for one in kinds]
         self._layers = [kinds.index(one) for one in layers]
-        self.units = max((one.units for one in kinds if isinstance(one, RankedBlocks)), default=0)  # of stopping rules
+        ruled = [one.choice for one in kinds if one.ruled]
+        self.units = max((one.units for one in ruled if one is not None), default=0)  # of stopping rules
 
     def of(self, length: int) -> list[Any]:
         """By layer, what a row that sees ``length`` keys reads: a struct Keys or BlockChoice."""
         if len(self._calls) == 1:
-            return [self._calls[0] if length > self._dense_upto[0] else ALL_KEYS] * len(self._layers)
-        calls = [call if length > upto else ALL_KEYS for call, upto in zip(self._calls, self._dense_upto)]
+            return [self._calls[0] if length > self._all_upto[0] else ALL_KEYS] * len(self._layers)
+        calls = [call if length > upto else ALL_KEYS for call, upto in zip(self._calls, self._all_upto)]
         return [calls[i] for i in self._layers]
+
+    def tell(
+        self,
+        step: Any,
+        row: int,
+        length: int,
+        summaries: Sequence[Tensor],
+        codes: Sequence[BlockCodes],
+        noted: tuple[int, int],
+        units: int,
+    ) -> None:
+        """Tell a DecodeStep what its ``row`` of so many keys reads. ``noted``: addresses where rules note for ``units``
+        each, what they let in and cover."""
+        known = [codes_of(one) for one in codes]
+        step.reads(row, self.of(length), *_addresses(summaries), known, *noted, units)
 
 
 class Listed(NamedTuple):
@@ -52,6 +72,11 @@ class Listed(NamedTuple):
     keys: Any
     layers: Sequence[Any]
     steps: int
+    units: int = 0
+
+    def tell(self, step: Any, row: int, length: int, summaries: Sequence[Tensor], *_: Any) -> None:
+        """As of :class:`Readings`."""
+        step.lists(row, self.keys, self.layers, *_addresses(summaries), self.steps)
 
 
 class Shared(NamedTuple):
@@ -59,33 +84,44 @@ class Shared(NamedTuple):
 
     keys: Any
     layers: Sequence[Any]
+    units: int = 0
+
+    def tell(self, step: Any, row: int, *_: Any) -> None:
+        """As of :class:`Readings`."""
+        step.shares(row, self.keys, self.layers)
 
 
-def _dense_upto(reading: Reading) -> int:
-    """Rows of so many keys read everything."""
-    if isinstance(reading, BestBlocks | RankedBlocks):
-        return reading.dense_upto
-    return reading.longest if isinstance(reading, Ends) else 0
+def _addresses(summaries: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """By layer, and how many blocks each has."""
+    return [one.data_ptr() for one in summaries], [one.shape[0] for one in summaries]
 
 
-def _keys(reading: Reading) -> Any:
-    return band_keys(reading.window, reading.sinks) if isinstance(reading, Ends) else ALL_KEYS
+def _ends(reading: Reading) -> Any:
+    assert reading.ends is not None
+    sinks, window = reading.ends
+    return ALL_KEYS if window is None else band_keys(window, sinks)
 
 
-def _choice(reading: BestBlocks | RankedBlocks) -> Any:
+def _choice(reading: Reading) -> Any:
+    choice = reading.choice
+    assert choice is not None
     common = {
-        "size": reading.size,
-        "units": reading.units,
-        "parts": SUMMARIES[reading.summary],
-        "first": reading.first,
-        "last": reading.last,
+        "size": choice.size,
+        "units": choice.units,
+        "parts": SUMMARIES[choice.source.summary],
+        "first": choice.first,
+        "last": choice.last,
     }
-    if isinstance(reading, BestBlocks):
-        return native.BlockChoice(**common, take=reading.take)
+    rule = choice.rule
+    if rule is None:
+        return native.BlockChoice(**common, take=choice.take)
     return native.BlockChoice(
         **common,
-        microbatch=reading.microbatch,
-        epsilon=reading.epsilon,
-        least=reading.rest == "min",
-        mean=reading.stop == "mean",
+        microbatch=rule.microbatch,
+        epsilon=rule.epsilon,
+        least=rule.rest == "min",
+        mean=rule.stop == "mean",
     )
+
+
+_CALLS: dict[str, Callable[[Reading], Any]] = {ENDS: _ends, CHOICE: _choice}

@@ -14,8 +14,9 @@ from saccade.ops import Call, attend, run
 from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import key_lists, pages_of
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Dense, Ranking, Tokens
+from saccade.selection.forms import Rule
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [

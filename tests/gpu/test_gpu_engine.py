@@ -73,7 +73,7 @@ def test_recorded_verifications_give_dense_tokens(engines, folder, count):
 
 
 def recorded_prefills(llm: LLM) -> int:
-    return sum(key[4] and kind.graph is not None for key, kind in llm.engine.worker.device.kinds._kinds.items())
+    return sum(key.prefill and kind.graph is not None for key, kind in llm.engine.worker.device.kinds._kinds.items())
 
 
 @pytest.mark.parametrize("policy", ["dense", "lfps", "cis", "psa(epsilon=0.9)", "h2o(budget=64)", "prefill=tri_shape"])

@@ -22,7 +22,8 @@ from saccade.ops.triton.batched_guesses import ordered_guesses
 from saccade.ops.triton.batched_labels import estimate_labelled
 from saccade.ops.triton.batched_ranking import rank_rows
 from saccade.ops.triton.common import arrivals, kept_zeros
-from saccade.ops.triton.progressive import Rule, attend_progressive
+from saccade.ops.triton.progressive import attend_progressive
+from saccade.selection.forms import Rule
 
 KEYS = {"rank": "keys", "rest": "estimate"}
 

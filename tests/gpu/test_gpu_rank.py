@@ -10,14 +10,15 @@ from rank_cases import KINDS, ordered, pages_of, scores_of
 
 from saccade.ops.triton.batched_choice import choose_in_parts
 from saccade.ops.triton.batched_rank import Tiles, choose_ranked, rank_blocks, tiles_for
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.forms import Rule, Summarized
+from saccade.selection.readings import Choice
 
 
 @pytest.mark.parametrize("blocks", [100, 1000, 1025, 6144, 20_000, 65_536])
 def test_ranks_are_those_of_a_stable_sort(blocks):
     scores = torch.stack([scores_of(kind, (2, blocks), seed) for seed, kind in enumerate(KINDS)])
     lengths = [blocks * 16 - 7 * row for row in range(len(KINDS) - 1)] + [60]
-    choice = RankedBlocks(16, "cuboid", 2, 3, 1, 2, "min", "all", epsilon=0.5, dense_upto=80)
+    choice = Choice(Summarized(16, "cuboid"), 2, 3, 1, 80, rule=Rule(0.5, 2, "min", "all"))
     pages, dense_upto = pages_of(lengths, blocks * 16, "cuda"), torch.full((len(KINDS),), 80).int().cuda()
     fit = tiles_for(blocks)
     for tiles in (fit, Tiles(512, 1, 128, 4, 2), Tiles(256, 1, 256, 2, 8), Tiles(2048, 4, 512, 1, 4)):
@@ -33,7 +34,7 @@ def test_ranks_are_those_of_a_stable_sort(blocks):
 def test_the_best_are_those_of_a_stable_sort(blocks, take):
     scores = torch.stack([scores_of(kind, (2, blocks), seed) for seed, kind in enumerate(KINDS)])
     lengths = [blocks * 32 - 33 * row for row in range(len(KINDS))]
-    choice = BestBlocks(32, "cuboid", 2, 1, 1, take, (take + 2) * 32).form
+    choice = Choice(Summarized(32, "cuboid"), 2, 1, 1, (take + 2) * 32, take=take).form
     takes = torch.tensor([max(1, take - row) for row in range(len(KINDS))]).int()
     pages, dense_upto = pages_of(lengths, blocks * 32, "cuda"), torch.full((len(KINDS),), (take + 2) * 32).int().cuda()
     ways = [partial(choose_ranked, tiles=tiles) for tiles in (None, Tiles(256, 1, 64, 4, 2), Tiles(2048, 4, 128, 1, 2))]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.host_passing import Passing
-from saccade.methods.cis.recorded import AHEAD, SharedKeys
+from saccade.methods.cis.recorded import AHEAD
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.ops.cpu_readings import Shared
 from saccade.ops.cpu_structs import address, native
 from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan
 
 if TYPE_CHECKING:
     from saccade.methods.base import WindowMethod
@@ -41,7 +39,6 @@ class HostAnchors(HostState):
         self._counts = torch.tensor([one.count for one in self._anchors], device="cpu")
         self._window = torch.zeros(layers, 2, dtype=torch.int64, device="cpu")
         self._cones: tuple[WindowMethod | None, list[Cone | None]] = None, [None] * layers
-        self._plans: tuple[DevicePlan, DevicePlan] | None = None
         self._chosen_for = 0  # keys that the row of the step at hand sees, if it leaves some out
         self._passing: Passing | None = None
         self._copies = method.chains or any(own.passes_on() for own in self._anchors)
@@ -57,12 +54,6 @@ class HostAnchors(HostState):
         states = opening.states
         known = all(state is not None and state.block == states[0].block for state in states)
         return known and opening.kv.pool.format.head_dim % 16 == 0
-
-    def plan(self, plan: DevicePlan) -> DevicePlan:
-        if self._plans is None or self._plans[0] is not plan:
-            layers = [replace(one, counted=True) if isinstance(one, SharedKeys) else one for one in plan.layers]
-            self._plans = plan, replace(plan, layers=tuple(layers))
-        return self._plans[1]
 
     def lay_out(self) -> None:
         self.layers = [

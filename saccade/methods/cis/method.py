@@ -43,7 +43,8 @@ from saccade.methods.host_state import HostState
 from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 ROUNDING = 1e-5  # of cosines
 AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context

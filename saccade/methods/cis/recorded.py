@@ -11,7 +11,8 @@ from torch import Tensor
 
 from saccade.methods.cis.anchors import PARTS, Anchors
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.selection.plan import Known, OwnReading, PlanSpec, bucket
+from saccade.selection.forms import Known, PlanSpec, bucket
+from saccade.selection.readings import OwnReading
 
 if TYPE_CHECKING:
     from saccade.methods.cis.method import CIS, CISState
@@ -46,6 +47,10 @@ class SharedKeys(OwnReading):
     @property
     def form(self) -> SharedKeys:
         return replace(self, method=None)
+
+    @property
+    def on_host(self) -> SharedKeys:
+        return replace(self, counted=True)
 
     def why_not(self, spec: PlanSpec) -> str | None:
         assert self.method is not None

@@ -1,59 +1,93 @@
-"""Labels in recorded steps: the numbers and addresses of a sequence's labels (triton_recorded.py)."""
+"""Best keys in recorded steps, by logits or labels (triton_recorded.py): a reading, and the words of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels.store import Labels
-from saccade.selection.plan import OwnReading, Room
+from saccade.ops.row_words import KeyWords
+from saccade.selection.forms import Known, Room
+from saccade.selection.readings import OwnReading
 
 AHEAD = 1024  # keys that room is made for at a time
 
 
+class Budgeted(Protocol):
+    """A method that reads ``budget`` of ``k`` keys, or a share of them, the first ``sinks`` and the last ``local`` ones
+    among them."""
+
+    @property
+    def k(self) -> float: ...
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def local(self) -> int: ...
+
+    def budget(self, visible: int) -> int: ...
+
+
 @dataclass(frozen=True)
-class LabelledKeys(OwnReading):
-    """The keys of best label score, as many as ``room`` says for each of ``units``, beside forced ones; labels are
-    ``channels`` channels in ``bits`` each."""
+class BestKeys(OwnReading):
+    """What ``method`` reads, as many keys as ``room`` says for each of ``units``: those of the highest logits, or with
+    ``channels`` of the best score of labels, so many channels in ``bits`` bits each."""
 
     units: int
     room: Room
-    channels: int
-    bits: int
+    method: Budgeted | None
+    channels: int = 0
+    bits: int = 0
+
+    @property
+    def form(self) -> BestKeys:
+        return replace(self, method=None)
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        assert self.method is not None
+        if self.method.budget(length) >= length:
+            return Known("dense", 0, 0)
+        return Known("tokens", 0, length, 0) if self.channels else Known("tokens", 0, 0, length)
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.labels.triton_recorded import score_labels
         from saccade.methods.triton_topk import bounds_of
         from saccade.ops.triton.batched_labels import label_keys
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
-        from saccade.ops.triton.batched_rows import LayerRead
+        from saccade.ops.triton.batched_tokens import score_keys
 
-        label_keys(rows.pages, rows.words, self.channels, self.bits)
-        scores = score_labels(rows, self.units, self.channels, self.bits)
+        if self.channels:
+            label_keys(rows.pages, rows.words, self.channels, self.bits)
+            scores = score_labels(rows, self.units, self.channels, self.bits)
+        else:
+            scores = score_keys(rows, self.units)
         room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
-        lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
-        out, lse = rows.attend(lists)
-        return LayerRead(out, lse, lists)
+        return rows.attended(choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room))
 
 
 class RecordedLabels(DeviceState):
-    """Of states with ``labels``, None where a layer has none."""
+    """Of states with ``labels``, None where a layer has none, and the numbers of ``method``, if it goes by these."""
 
-    def __init__(self, opening: Opening, labels: Sequence[Labels | None]) -> None:
+    def __init__(self, opening: Opening, labels: Sequence[Labels | None], method: Budgeted | None = None) -> None:
         super().__init__(opening)
-        self._labels = list(labels)
+        self._labels, self._by = list(labels), method
         self._catch_up(opening.kv)
         self.grow(opening.length)
 
-    def label_words(self, layer: int) -> tuple[int, ...]:
-        """Addresses of channels, codes and ranges, and their room."""
-        labels = self._labels[layer]
-        return (0, 0, 0, 0) if labels is None else labels.where()
+    def words(self, layer: int) -> KeyWords:
+        """See DeviceState."""
+        labels, by = self._labels[layer], self._by
+        words = KeyWords() if labels is None else labels.words()
+        if by is None:
+            return words
+        return words._replace(k=int(by.k) if by.k >= 1 else 0, sinks=by.sinks, local=by.local)
+
+    def reals(self, layer: int) -> Sequence[float]:
+        return () if self._by is None else (self._by.k,)
 
     @torch.inference_mode()
     def grow(self, length: int) -> None:

@@ -14,6 +14,7 @@ from saccade.methods.state import MethodState
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native, pool_of, table_of
 from saccade.ops.reference import soft_capped
+from saccade.ops.row_words import KeyWords
 from saccade.ops.scores import top_places
 
 WHOLE_BITS = 16  # labels are then stored as they are
@@ -131,19 +132,17 @@ class Labels(MethodState):
         if not self.whole:
             self._range = self._with_room(self._range, rows, self._range, spare=False)
 
-    def where(self) -> tuple[int, int, int, int]:
-        """For kernels: the addresses of channels, of codes and of ranges (0 where there are none), and their room in
-        tiles, or keys where labels are whole."""
+    def words(self) -> KeyWords:
+        """For kernels: where the labels lie."""
         self.channels = self.channels.contiguous()
-        ranges = 0 if self.whole else self._range.data_ptr()
-        return self.channels.data_ptr(), self._codes.data_ptr(), ranges, self._codes.shape[1]
-
-    def frame_address(self) -> int:
-        """For kernels: the address of the frame, 0 where there is none."""
-        if self.frame is None:
-            return 0
-        self.frame = self.frame.contiguous()
-        return self.frame.data_ptr()
+        self.frame = None if self.frame is None else self.frame.contiguous()
+        return KeyWords(
+            channels=self.channels.data_ptr(),
+            codes=self._codes.data_ptr(),
+            ranges=0 if self.whole else self._range.data_ptr(),
+            room=self._codes.shape[1],
+            frame=0 if self.frame is None else self.frame.data_ptr(),
+        )
 
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of

@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.row_words import KeyWords
 from saccade.ops.triton.batched_labels import channel_numbers, codes_at
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import put_bounds
 from saccade.ops.triton.common import begin, launched, pad, processors
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.state_words import places
 
+W = places(KeyWords)
 KEYS = 64  # scored in one go
 
 
@@ -62,8 +66,8 @@ def _score_labels(
             key = part * KEYS + tl.arange(0, KEYS)
             there = key < count
             if BITS == 16:
-                room = tl.load(own + 6)
-                whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + key)[None, :] * COUNT
+                room = tl.load(own + W.room)
+                whole = tl.load(own + W.codes).to(tl.pointer_type(tl.float32)) + (kv_head * room + key)[None, :] * COUNT
                 a = tl.load(whole + plane[:, None] * 2, mask=even[:, None] & there[None, :], other=0.0)
                 b = tl.load(whole + plane[:, None] * 2 + 1, mask=odd[:, None] & there[None, :], other=0.0)
                 found = tl.sum(a * one[:, None] + b * two[:, None], 0)
@@ -120,21 +124,17 @@ def _whose_turn(
     first, last, take = length, length, tl.full([], 0, tl.int32)
     if length > 0:
         own = words + row.to(tl.int64) * word_row
-        heavy, sinks, local = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        heavy, sinks, local = tl.load(own + W.k), tl.load(own + W.sinks), tl.load(own + W.local)
         if length > heavy + sinks + local:
-            since = tl.load(tl.load(own + 9).to(tl.pointer_type(tl.int64)))
-            turn = ((since == 0) | (length % tl.load(own + 7) == 0)).to(tl.int8)
-            donors = tl.load(tl.load(own + 12).to(tl.pointer_type(tl.int32)) + unit, mask=unit < UNITS, other=-1)
-            retrieves = (turn != 0) & (tl.load(own + 10) == 0)
+            since = tl.load(tl.load(own + W.since).to(tl.pointer_type(tl.int64)))
+            turn = ((since == 0) | (length % tl.load(own + W.every) == 0)).to(tl.int8)
+            donors = tl.load(tl.load(own + W.donors).to(tl.pointer_type(tl.int32)) + unit, mask=unit < UNITS, other=-1)
+            retrieves = (turn != 0) & (tl.load(own + W.other_sets) == 0)
             own_donor = (donors == unit) & (unit * 0 + retrieves.to(tl.int32) != 0)
             first, last, take = sinks.to(tl.int32), length - local.to(tl.int32), heavy.to(tl.int32)
     tl.store(due + row, turn)
     tl.store(active + row * UNITS + unit, own_donor.to(tl.int8), mask=unit < UNITS)
-    tl.store(bounds + row * 5, first)
-    tl.store(bounds + row * 5 + 1, last)
-    tl.store(bounds + row * 5 + 2, 0)
-    tl.store(bounds + row * 5 + 3, 0)
-    tl.store(bounds + row * 5 + 4, take)
+    put_bounds(bounds, row, first, last, 0, 0, take)
 
 
 @triton.jit(
@@ -154,22 +154,22 @@ def _shared_lists(
     out = indices + entry.to(tl.int64) * room
     if length > 0:
         own = words + row.to(tl.int64) * word_row
-        heavy = tl.load(own).to(tl.int32)
-        sinks, local = tl.load(own + 1).to(tl.int32), tl.load(own + 2).to(tl.int32)
+        heavy = tl.load(own + W.k).to(tl.int32)
+        sinks, local = tl.load(own + W.sinks).to(tl.int32), tl.load(own + W.local).to(tl.int32)
         start_of_rest = tl.full([], 0, tl.int32)
         if length > heavy + sinks + local:
-            sets = tl.load(own + 8).to(tl.pointer_type(tl.int32)) + unit * heavy
-            ends = tl.load(own + 9).to(tl.pointer_type(tl.int64))
+            sets = tl.load(own + W.sets).to(tl.pointer_type(tl.int32)) + unit * heavy
+            ends = tl.load(own + W.since).to(tl.pointer_type(tl.int64))
             turn = tl.load(due + row) != 0
-            other = tl.load(own + 10)
+            other = tl.load(own + W.other_sets)
             source = sets
             since = tl.load(ends)
             if turn:
                 if other != 0:
                     source = other.to(tl.pointer_type(tl.int32)) + unit * heavy
-                    since = tl.load(tl.load(own + 11).to(tl.pointer_type(tl.int64)))
+                    since = tl.load(tl.load(own + W.other_since).to(tl.pointer_type(tl.int64)))
                 else:
-                    donor = tl.load(tl.load(own + 12).to(tl.pointer_type(tl.int32)) + unit)
+                    donor = tl.load(tl.load(own + W.donors).to(tl.pointer_type(tl.int32)) + unit)
                     source = chosen + (row * UNITS + donor).to(tl.int64) * chosen_room + sinks
                     since = (length - local).to(tl.int64)
             for start in tl.range(0, sinks, SPAN):

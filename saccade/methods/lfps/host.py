@@ -13,7 +13,7 @@ from saccade.methods.lfps.recorded import AHEAD, BYPASSES
 from saccade.methods.lfps.stand_ins import multiples
 from saccade.methods.lfps.tables import GATES
 from saccade.ops.cpu_structs import native
-from saccade.selection.plan import Summarized
+from saccade.selection.forms import Summarized
 
 if TYPE_CHECKING:
     from saccade.methods.lfps.method import LFPS

@@ -53,7 +53,8 @@ from saccade.methods.state import MethodState
 from saccade.ops.block_scores import top_blocks
 from saccade.ops.weights import as_tokens
 from saccade.selection import Candidates, Dense, Selection
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.lfps.tables import GATES, learnt
-from saccade.selection.plan import Known, OwnReading, PlanSpec, Room, Summarized
+from saccade.selection.forms import Known, PlanSpec, Room, Summarized
+from saccade.selection.readings import OwnReading
 
 if TYPE_CHECKING:
     from saccade.methods.lfps.method import LFPS, LFPSState

@@ -64,7 +64,8 @@ from saccade.methods.state import MethodState
 from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens
 from saccade.selection.csr import offsets_of
-from saccade.selection.plan import DevicePlan, PlanSpec
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 
 
 @dataclass

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.selection.plan import Known, OwnReading, PlanSpec, bucket
+from saccade.selection.forms import Known, PlanSpec, bucket
+from saccade.selection.readings import OwnReading
 
 if TYPE_CHECKING:
     from saccade.methods.loopserve.method import LoopServe, LoopServeState

@@ -22,7 +22,9 @@ from saccade.methods.psa.recorded import RecordedKeys
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
-from saccade.selection.plan import LABELS, DevicePlan, PlanSpec, RankedBlocks
+from saccade.selection.forms import LABELS, PlanSpec, Rule, Summarized
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Choice
 
 # Blocks always read: so many first ones, so many last full ones, and the partial one (docs/algorithms.md 4.5 P2).
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
@@ -161,21 +163,11 @@ class PSA(BlockMethod):
         if self.stands_in:
             return None
         units, by_keys = spec.kv_heads if self.unit == "kv_head" else 1, self.rank == "keys"
-        ranked = RankedBlocks(
-            self.block_size,
-            LABELS if by_keys else RANKS[self.rank],
-            units,
-            SINK_BLOCKS,
-            LAST_BLOCKS,
-            microbatch=self.microbatch,
-            rest=self.rule,
-            stop=self.stop,
-            epsilon=self.epsilon,
-            dense_upto=self.dense_upto,
-            margin=self.spare,
-            bits=self.bits if by_keys else 0,
-        )
-        return DevicePlan.alike(self, spec, ranked)
+        rank, bits = (LABELS, self.bits) if by_keys else (RANKS[self.rank], 0)
+        source = Summarized(self.block_size, rank, bits)
+        rule = Rule(self.epsilon, self.microbatch, self.rule, self.stop, self.spare)
+        choice = Choice(source, units, SINK_BLOCKS, LAST_BLOCKS, self.dense_upto, rule=rule)
+        return DevicePlan.alike(self, spec, choice)
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedKeys(opening, self.bits) if self.rank == "keys" else super().device_state(opening)

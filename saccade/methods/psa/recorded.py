@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from saccade.methods.device_state import Opening
 from saccade.methods.labels import Labels
 from saccade.methods.labels.recorded import RecordedLabels
@@ -20,6 +18,3 @@ class RecordedKeys(RecordedLabels):
         ]
         super().__init__(opening, made)
         self.states: list[Labels] = made
-
-    def words(self, layer: int) -> Sequence[int]:
-        return 0, 0, 0, *self.label_words(layer), self.states[layer].frame_address()

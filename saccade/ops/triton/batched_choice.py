@@ -17,7 +17,7 @@ from saccade.ops.triton.batched_rank import blocks_at, choose_ranked, put_forced
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import best_of
-from saccade.selection.plan import BestBlocks
+from saccade.selection.readings import Choice
 
 CHUNK = 2048  # blocks that a program searches at first
 WIDE = 8192  # blocks, from which on one program a list takes longer than two launches
@@ -25,11 +25,11 @@ MOST_RANKED = 1 << 17  # blocks of all lists that are ranked
 FEW_LISTS = 16  # of which one program each leaves most of the device idle
 
 
-def choose_blocks(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
+def choose_blocks(scores: Tensor, pages: Pages, choice: Choice, take: Tensor, dense_upto: Tensor) -> KeyLists:
     """The lists of batched_decode.choose_best, in some order, the way that is fastest at this size (tried on an H100
     with 8 to 256 lists of 1,024 to 32,768 blocks; benchmarks/gpu/choices.py)."""
     rows, units, blocks = scores.shape
-    return way_of(rows, units, blocks, choice.take)(scores, pages, choice, take, dense_upto)
+    return way_of(rows, units, blocks, choice.take or 0)(scores, pages, choice, take, dense_upto)
 
 
 def way_of(rows: int, units: int, blocks: int, take: int) -> Callable[..., KeyLists]:
@@ -46,13 +46,13 @@ def way_of(rows: int, units: int, blocks: int, take: int) -> Callable[..., KeyLi
 
 
 def choose_in_parts(
-    scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor, chunk: int = CHUNK
+    scores: Tensor, pages: Pages, choice: Choice, take: Tensor, dense_upto: Tensor, chunk: int = CHUNK
 ) -> KeyLists:
     """The lists of batched_decode.choose_best, in another order: a program finds the best of every ``chunk`` (a power
     of two), and another one the best of those."""
     scores = flat(scores, torch.float32)
     rows, units, blocks = scores.shape
-    longest, lists, room = room_for(choice, pages), rows * units, pad(choice.take)
+    longest, lists, room = room_for(choice, pages), rows * units, pad(choice.take or 0)
     chunks = triton.cdiv(blocks, chunk)
     left = torch.empty(lists, chunks * room, dtype=torch.float32, device=scores.device)
     their = torch.empty(lists, chunks * room, dtype=torch.int32, device=scores.device)

@@ -2,9 +2,9 @@
 block summaries, scores of blocks against them, and lists of the best.
 
 A row stands for one sequence's token of the step. ``lengths`` int32 [rows] count the keys that it sees, its own among
-them; a row of length 0 is padding, which is neither stored nor read. What the form of a reading fixes is
-compiled in (see selection.plan); its numbers come in buffers, an entry a row. The host is never asked for what only the
-device knows, so all of it can be captured in a CUDA graph.
+them; a row of length 0 is padding, which is neither stored nor read. What the form of a reading fixes is compiled in
+(see selection.readings); its numbers come in buffers, an entry a row. The host is never asked for what only the device
+knows, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saccade.ops.triton.block_summaries import parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import best_of
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.readings import Choice
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def score_blocks(
     q: Tensor,
     pages: Pages,
     summaries: Summaries,
-    choice: BestBlocks | RankedBlocks,
+    choice: Choice,
     tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: ArkVale's and Quest's score of each block
@@ -106,7 +106,7 @@ def score_blocks(
         SIZE=choice.size,
         FIRST=choice.first,
         LAST=choice.last,
-        AFTER_FULL=choice.after_full,
+        AFTER_FULL=choice.ruled,
         TILE=tile,
         STAGES=stages,
         PRECISION=precision(q.dtype),
@@ -116,12 +116,12 @@ def score_blocks(
     return scores
 
 
-def room_for(choice: BestBlocks | RankedBlocks, pages: Pages) -> int:
+def room_for(choice: Choice, pages: Pages) -> int:
     """Most blocks that a list of ``choice`` can have over these pages."""
     return min(choice.longest, -(-pages.longest // choice.size))
 
 
-def choose_best(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
+def choose_best(scores: Tensor, pages: Pages, choice: Choice, take: Tensor, dense_upto: Tensor) -> KeyLists:
     """Lists of the blocks that each row's ``choice`` reads, from its ``scores``, ties to the lower block. ``take`` and
     ``dense_upto`` int32 [rows] are each row's own, of which those of ``choice`` are the bounds."""
     scores = flat(scores, torch.float32)
@@ -143,7 +143,7 @@ def choose_best(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, 
         SIZE=choice.size,
         FIRST=choice.first,
         LAST=choice.last,
-        TAKES=choice.take > 0,
+        TAKES=bool(choice.take),
         WIDTH=width,
         num_warps=4 if width <= 1024 else 8,
         **launched(scores.device),

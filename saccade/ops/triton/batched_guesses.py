@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.ops.triton.common import LOG2E, begin, launched
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.stop_rule import power
-from saccade.selection.plan import RankedBlocks
+from saccade.selection.readings import Choice
 
 
 class Guesses(NamedTuple):
@@ -32,7 +32,7 @@ class Guesses(NamedTuple):
         return cls(blocks[None], torch.nn.functional.pad(rest.float(), (0, 1), value=-torch.inf)[None])
 
 
-def largest_shares(estimates: Tensor, pages: Pages, choice: RankedBlocks, dense_upto: Tensor) -> Tensor:
+def largest_shares(estimates: Tensor, pages: Pages, choice: Choice, dense_upto: Tensor) -> Tensor:
     """``estimates`` float32 [rows, heads, n], natural logs -> float32 [rows, units, n]: the log of the largest share
     that a head of the unit is guessed to give each block, -inf where a block is not to be ranked, as in all of a row
     of up to ``dense_upto`` keys (int32 [rows])."""

@@ -1,10 +1,5 @@
 """Labels of many rows (methods/labels/store.py): each row's new key is labelled, and blocks are guessed to weigh what
-their keys do by their labels, for each query head.
-
-Words of a row from 3 on: the addresses of int64 channels [kv_heads, r], of codes and of ranges; their room in tiles, or
-keys where labels are whole. Before them come the method's own. Where keys have a frame (``framed``) its address
-follows, 0 for none.
-"""
+their keys do by their labels, for each query head. A row's words are KeyWords (ops/row_words.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.row_words import KeyWords
 from saccade.ops.triton.common import also, begin, launched, pad, processors
 from saccade.ops.triton.decode import Pages
-from saccade.selection.plan import RankedBlocks
+from saccade.ops.triton.state_words import places
+from saccade.selection.readings import Choice
 
+W = places(KeyWords)
 TILE = 128  # keys that are scored in one go: the largest block
 PARTS = 4  # rows of a product that one query takes: three bfloat16 numbers that sum up to float32's, and none
 
@@ -35,7 +33,7 @@ def estimate_labelled(
     q: Tensor,
     pages: Pages,
     words: Tensor,
-    choice: RankedBlocks,
+    choice: Choice,
     dense_upto: Tensor,
     scale: float,
     softcap: float | None,
@@ -55,7 +53,7 @@ def estimate_labelled(
     _estimate[(splits + 1, kv_heads, rows)](
         q, pages.k, pages.tables, pages.lengths, words, dense_upto, estimates, q.stride(0), q.stride(1),
         *pages.table_strides, words.stride(0), blocks, scale, softcap or 0.0, HEADS=heads, KV_HEADS=kv_heads,
-        D=head_dim, PAGE=pages.k.shape[2], HALF=half, BITS=choice.bits, SIZE=choice.size, FIRST=choice.first,
+        D=head_dim, PAGE=pages.k.shape[2], HALF=half, BITS=choice.source.bits, SIZE=choice.size, FIRST=choice.first,
         LAST=choice.last, TILE=TILE, MEMBERS=members, PARTS=max(PARTS, 16 // members), CAPPED=softcap is not None,
         OPERAND=tl.bfloat16 if q.is_cuda else tl.float32, num_warps=4 if half <= 64 else 8, **launched(device),
     )  # fmt: skip
@@ -65,7 +63,7 @@ def estimate_labelled(
 @triton.jit
 def channel_numbers(own, kv_head, COUNT: tl.constexpr, HALF: tl.constexpr):
     """The channels of a KV head, the even and the odd ones, and which there are."""
-    channels = tl.load(own + 3).to(tl.pointer_type(tl.int64)) + kv_head * COUNT
+    channels = tl.load(own + W.channels).to(tl.pointer_type(tl.int64)) + kv_head * COUNT
     plane = tl.arange(0, HALF)
     even, odd = plane * 2 < COUNT, plane * 2 + 1 < COUNT
     one, two = tl.load(channels + plane * 2, mask=even, other=0), tl.load(channels + plane * 2 + 1, mask=odd, other=0)
@@ -96,20 +94,20 @@ def _put_label(
 ):  # fmt: skip
     """Label the key at position ``at``; ``table`` and ``own``: the row's KV head's slots, and its words."""
     first, second, even, odd = channel_numbers(own, kv_head, COUNT, HALF)
-    room = tl.load(own + 6)
+    room = tl.load(own + W.room)
     slot = tl.load(table + at // PAGE)
     key = k_pool + ((slot.to(tl.int64) * KV_HEADS + kv_head) * PAGE + at % PAGE) * D
     one = tl.load(key + first, mask=even, other=0.0).to(tl.float32)
     two = tl.load(key + second, mask=odd, other=0.0).to(tl.float32)
     plane = tl.arange(0, HALF)
     if FRAMED:
-        frame = tl.load(own + 7)
+        frame = tl.load(own + W.frame)
         mean, deviation = _framing(frame, plane * 2, even, kv_head, KV_HEADS, COUNT)
         one = tl.div_rn(one - mean, deviation)
         mean, deviation = _framing(frame, plane * 2 + 1, odd, kv_head, KV_HEADS, COUNT)
         two = tl.div_rn(two - mean, deviation)
     if BITS == 16:
-        whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + at) * COUNT
+        whole = tl.load(own + W.codes).to(tl.pointer_type(tl.float32)) + (kv_head * room + at) * COUNT
         tl.store(whole + plane * 2, one, mask=even)
         tl.store(whole + plane * 2 + 1, two, mask=odd)
     else:
@@ -121,7 +119,7 @@ def _put_label(
         one = _rounded(tl.div_rn(one - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
         two = _rounded(tl.div_rn(two - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
         tile = kv_head * room + at // 16
-        codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8))
+        codes = tl.load(own + W.codes).to(tl.pointer_type(tl.uint8))
         if BITS <= 4:
             PLANES: tl.constexpr = (COUNT + 1) // 2
             packed = one | (tl.where(odd, two, 0) << 4)
@@ -129,7 +127,7 @@ def _put_label(
         else:
             tl.store(codes + (tile * COUNT + plane * 2) * 16 + at % 16, one.to(tl.uint8), mask=even)
             tl.store(codes + (tile * COUNT + plane * 2 + 1) * 16 + at % 16, two.to(tl.uint8), mask=odd)
-        extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + at % 16
+        extent = tl.load(own + W.ranges).to(tl.pointer_type(tl.float32)) + tile * 32 + at % 16
         tl.store(extent, low)
         tl.store(extent + 16, step)
 
@@ -140,8 +138,8 @@ def codes_at(own, kv_head, key, there, COUNT: tl.constexpr, HALF: tl.constexpr, 
     each, the least value and the step, float32 [n]."""
     plane = tl.arange(0, HALF)
     even = (plane * 2 < COUNT)[:, None] & there[None, :]
-    tile = kv_head * tl.load(own + 6) + key // 16
-    codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8)) + (key % 16)[None, :]
+    tile = kv_head * tl.load(own + W.room) + key // 16
+    codes = tl.load(own + W.codes).to(tl.pointer_type(tl.uint8)) + (key % 16)[None, :]
     if BITS <= 4:
         PLANES: tl.constexpr = (COUNT + 1) // 2
         both = tl.load(codes + (tile[None, :] * PLANES + plane[:, None]) * 16, mask=even, other=0).to(tl.int32)
@@ -150,7 +148,7 @@ def codes_at(own, kv_head, key, there, COUNT: tl.constexpr, HALF: tl.constexpr, 
         at = codes + (tile[None, :] * COUNT + plane[:, None] * 2) * 16
         a = tl.load(at, mask=even, other=0).to(tl.int32)
         b = tl.load(at + 16, mask=(plane * 2 + 1 < COUNT)[:, None] & there[None, :], other=0).to(tl.int32)
-    extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + key % 16
+    extent = tl.load(own + W.ranges).to(tl.pointer_type(tl.float32)) + tile * 32 + key % 16
     return a, b, tl.load(extent, mask=there, other=0.0), tl.load(extent + 16, mask=there, other=0.0)
 
 
@@ -190,7 +188,7 @@ def _framed_query(
     """Of queries at the pointers ``q`` [n]: what their ``channel`` says to labels in a frame, float32 [n, HALF], and
     what it says to the frame's means [n]."""
     x = tl.load(q[:, None] + channel[None, :], mask=real[:, None] & there[None, :], other=0.0).to(tl.float32)
-    mean, deviation = _framing(tl.load(own + 7), place, there, kv_head, KV_HEADS, D)
+    mean, deviation = _framing(tl.load(own + W.frame), place, there, kv_head, KV_HEADS, D)
     return x * deviation[None, :], tl.sum(x * mean[None, :], 1)
 
 

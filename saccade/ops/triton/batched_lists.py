@@ -1,5 +1,5 @@
-"""Lists of the best keys of every unit, by score, for the rows of a batched decode step. Means what ops/candidates.py
-means."""
+"""Lists of keys for the rows of a batched decode step: the best of every unit, by score (means what ops/candidates.py
+means), those that rows keep for good, and the first and last ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.row_words import KeptWords
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
@@ -15,6 +16,9 @@ from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.radix_select import taken_of
+from saccade.ops.triton.state_words import places
+
+W = places(KeptWords)
 
 
 def choose_keys(
@@ -64,6 +68,46 @@ def new_lists(rows: LayerRows, units: int, room: int) -> tuple[Tensor, Tensor]:
         torch.empty(entries, dtype=torch.int32, device=device),
         torch.empty(entries, room, dtype=torch.int32, device=device),
     )
+
+
+def kept_lists(rows: LayerRows, units: int) -> KeyLists:
+    """The lists that rows keep for good, by their KeptWords."""
+    device = rows.q.device
+    starts = torch.empty(rows.count * units, dtype=torch.int64, device=device)
+    counts = torch.empty(rows.count * units, dtype=torch.int32, device=device)
+    _kept_lists[(rows.count,)](
+        rows.words,
+        rows.pages.lengths,
+        starts,
+        counts,
+        rows.words.stride(0),
+        UNITS=units,
+        PADDED=triton.next_power_of_2(units),
+        num_warps=1,
+        **launched(device),
+    )
+    # Lists lie anywhere: their starts count from some tensor of the device.
+    return KeyLists(starts, counts, rows.pages.lengths, units, 1, rows.pages.longest)
+
+
+def seen_lists(rows: LayerRows) -> KeyLists:
+    """One list a row: its first ``rows.first`` and last ``rows.second`` keys that its window does not hide."""
+    device, longest = rows.q.device, rows.pages.longest
+    counts = torch.empty(rows.count, dtype=torch.int32, device=device)
+    indices = torch.empty(rows.count, longest, dtype=torch.int32, device=device)
+    _seen[(rows.count,)](
+        rows.pages.lengths,
+        rows.hidden(),
+        rows.first,
+        rows.second,
+        counts,
+        indices,
+        longest,
+        SPAN=4096,
+        num_warps=8,
+        **launched(device),
+    )
+    return KeyLists(None, counts, indices, 1, 1, longest)
 
 
 @triton.jit
@@ -118,3 +162,51 @@ def _list(
             scores, bounds, lengths, words, taken, counts, indices, score_row, score_unit, room, UNITS, PARTS, WORDS,
             SPAN,
         )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["longest"],
+    do_not_specialize_on_alignment=["lengths", "hidden", "all_sinks", "windows", "counts"],
+)
+def _seen(
+    lengths, hidden, all_sinks, windows, counts, indices, longest, SPAN: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    sinks, near = tl.load(all_sinks + row), length - tl.load(windows + row)
+    out = indices + row.to(tl.int64) * longest
+    placed = 0
+    for start in tl.range(0, length, SPAN):
+        key = start + tl.arange(0, SPAN)
+        seen = (key < length) & ((key < sinks) | (key >= near)) & ((key < low) | (key >= high))
+        tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+        placed += tl.sum(seen.to(tl.int32), 0)
+    tl.store(counts + row, placed)
+
+
+@triton.jit
+def entries_from(address, base):
+    """How many 4-byte entries behind pointer ``base`` an address (int64) lies."""
+    return (address - base.to(tl.int64)) // 4
+
+
+@triton.jit(do_not_specialize=["word_row"], do_not_specialize_on_alignment=["words", "lengths"])
+def _kept_lists(
+    words, lengths, starts, counts, word_row, UNITS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    unit = tl.arange(0, PADDED)
+    mine = unit < UNITS
+    count = tl.zeros([PADDED], tl.int32)
+    start = tl.zeros([PADDED], tl.int64)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        start += entries_from(tl.load(own + W.lists), lengths) + unit * tl.load(own + W.width)
+        kept = tl.load(tl.load(own + W.counts).to(tl.pointer_type(tl.int64)) + unit, mask=mine, other=0)
+        count += (kept + length - tl.load(own + W.since)).to(tl.int32)
+    tl.store(starts + row * UNITS + unit, start, mask=mine)
+    tl.store(counts + row * UNITS + unit, count, mask=mine)

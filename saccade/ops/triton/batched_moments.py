@@ -13,13 +13,13 @@ from torch import Tensor
 from saccade.ops.triton.batched_decode import Summaries
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import Pages
-from saccade.selection.plan import RankedBlocks
+from saccade.selection.readings import Choice
 
 TILE = 32
 
 
 def estimate_moments(
-    q: Tensor, pages: Pages, summaries: Summaries, choice: RankedBlocks, scale: float, softcap: float | None
+    q: Tensor, pages: Pages, summaries: Summaries, choice: Choice, scale: float, softcap: float | None
 ) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, heads, n]: the log of what each block that ``choice`` ranks is
     guessed to weigh; ``n`` as for batched_decode.score_blocks. What it says of other blocks means nothing."""

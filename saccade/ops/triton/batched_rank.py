@@ -14,7 +14,7 @@ from saccade.ops.triton.batched_decode import room_for
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
-from saccade.selection.plan import BestBlocks, RankedBlocks
+from saccade.selection.readings import Choice
 
 FEW = 256  # blocks of a list that are taken
 LEAST = 128  # blocks of a chunk
@@ -47,7 +47,7 @@ def tiles_for(blocks: int, take: int | None = None) -> Tiles:
 
 
 def rank_blocks(
-    scores: Tensor, pages: Pages, choice: RankedBlocks, dense_upto: Tensor, tiles: Tiles | None = None
+    scores: Tensor, pages: Pages, choice: Choice, dense_upto: Tensor, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From ``scores`` [rows, units, n] (batched_decode.score_blocks): ``always`` int32 [rows * units, a], the blocks
     that ``choice`` forces; ``order`` int32 [rows * units, n], the others by falling score, ties to the lower block; and
@@ -70,7 +70,7 @@ def rank_blocks(
 def choose_ranked(
     scores: Tensor,
     pages: Pages,
-    choice: BestBlocks,
+    choice: Choice,
     take: Tensor,
     dense_upto: Tensor,
     tiles: Tiles | None = None,
@@ -90,7 +90,7 @@ def choose_ranked(
 def _launch(
     scores: Tensor,
     pages: Pages,
-    choice: BestBlocks | RankedBlocks,
+    choice: Choice,
     always: Tensor,
     order: Tensor,
     counts: Tensor,
@@ -102,7 +102,7 @@ def _launch(
     scores = flat(scores, torch.float32)
     rows, units, blocks = scores.shape
     longest = room_for(choice, pages)
-    best = choice.take if isinstance(choice, BestBlocks) else None
+    best = choice.take
     chunk, warps, looked_up, others, rank_warps = tiles or tiles_for(blocks, best)
     wanted = chunk if best is None else min(chunk, triton.next_power_of_2(max(best, 16)))  # of a chunk
     takes = best != 0
@@ -110,7 +110,7 @@ def _launch(
     chunks = triton.cdiv(blocks, chunk)
     shape = {
         "ALL": best is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
-        "AFTER_FULL": choice.after_full, "CHUNK": chunk, "WANTED": wanted, **launched(scores.device),
+        "AFTER_FULL": choice.ruled, "CHUNK": chunk, "WANTED": wanted, **launched(scores.device),
     }  # fmt: skip
     numbers = pages.lengths, dense_upto if take is None else take, dense_upto  # unused pointers are pointers, too
     # Of every list the sorted scores, as integers, and then of every list their blocks.

@@ -12,7 +12,7 @@ from saccade.ops.triton.batched_labels import estimate_labelled
 from saccade.ops.triton.batched_moments import estimate_moments
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.decode import Pages
-from saccade.selection.plan import RankedBlocks
+from saccade.selection.readings import Choice
 
 
 class Ranked(NamedTuple):
@@ -30,7 +30,7 @@ def rank_rows(
     pages: Pages,
     summaries: Summaries | None,
     words: Tensor,
-    choice: RankedBlocks,
+    choice: Choice,
     dense_upto: Tensor,
     scale: float,
     softcap: float | None,
@@ -41,10 +41,11 @@ def rank_rows(
         estimates = estimate_labelled(q, pages, words, choice, dense_upto, scale, softcap)
     else:
         assert summaries is not None
-        if choice.summary != "moments":
+        if choice.source.summary != "moments":
             scores = score_blocks(q, pages, summaries, choice)
             return Ranked(*rank_blocks(scores, pages, choice, dense_upto), None)
         estimates = estimate_moments(q, pages, summaries, choice, scale, softcap)
     always, order, counts = rank_blocks(largest_shares(estimates, pages, choice, dense_upto), pages, choice, dense_upto)
-    guesses = ordered_guesses(estimates, order, counts, choice.microbatch) if choice.rest == "estimate" else None
+    rule = choice.stops
+    guesses = ordered_guesses(estimates, order, counts, rule.microbatch) if rule.rest == "estimate" else None
     return Ranked(always, order, counts, guesses)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 BOUNDS = 5  # int32 of a list's bounds: see batched_best.find_best
+EACH_BOUNDS: tl.constexpr = tl.constexpr(BOUNDS)
 KNOWN: tl.constexpr = tl.constexpr(2176)  # behind the counts: what is known after each pass, bound and spare
 WORDS = 2184
 
@@ -14,12 +15,23 @@ WORDS = 2184
 def bounds_at(bounds, entry, EACH: tl.constexpr):
     """First and end of a list, the hidden entries (from, to; the same where none are), and how many of how many that
     are left are taken."""
-    own = bounds + entry // EACH * 5
+    own = bounds + entry // EACH * EACH_BOUNDS
     first, last = tl.load(own), tl.load(own + 1)
     low, high = tl.maximum(tl.load(own + 2), first), tl.minimum(tl.load(own + 3), last)
     high = tl.maximum(high, low)
     between = tl.maximum(last - first - (high - low), 0)
     return first, last, low, high, tl.minimum(tl.load(own + 4), between), between
+
+
+@triton.jit
+def put_bounds(bounds, at, first, last, low, high, taken):
+    """As :func:`bounds_at` reads them, of list ``at``: ``taken`` entries of those left."""
+    own = bounds + at * EACH_BOUNDS
+    tl.store(own, first)
+    tl.store(own + 1, last)
+    tl.store(own + 2, low)
+    tl.store(own + 3, high)
+    tl.store(own + 4, taken)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.means import Means
 from saccade.ops.triton.prefill import attend_prefill
-from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
+from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection import (
     Band,
     Blocks,
@@ -32,6 +32,7 @@ from saccade.selection import (
     Tri,
     Windowed,
 )
+from saccade.selection.forms import Rule
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)

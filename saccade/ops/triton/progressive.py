@@ -11,7 +11,6 @@ of every program the state after its last microbatch before the stop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
 from saccade.ops.triton.stop_rule import follow
+from saccade.selection.forms import Rule
 
 MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
@@ -48,17 +48,6 @@ LONGEST = 4  # turns in one go
 NEARLY = (
     7  # eighths: where the stop is expected beyond, and half is read or the last time said so, all is read in one go
 )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``Ranking``'s stopping rule: see selection/blocks.py."""
-
-    epsilon: float
-    microbatch: int
-    rest: str
-    stop: str
-    margin: float = 0.0
 
 
 class Progress(NamedTuple):

@@ -7,6 +7,8 @@ since it was made.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -52,33 +54,36 @@ def bring_in(
     )  # fmt: skip
 
 
-def bring_in_ranked(
-    pool: BlockManager,
-    offers: Offers,
-    layer: int,
-    logical: Tensor,
-    pages: Pages,
-    ranking: tuple[Tensor, Tensor, Tensor],
-    size: int,
-) -> None:
-    """The same for a ranking of blocks of ``size`` keys (batched_rank.rank_blocks): those without a rank, and the first
-    ones, as far as ``offers.reach`` says."""
-    always, order, counts = ranking
-    units = order.shape[0] // pages.lengths.shape[0]
-    upto = torch.minimum(counts[1], offers.reach[layer])
-    whole = KeyLists(None, counts[0], always, units, size, always.shape[1])
-    first = KeyLists(None, upto, order, units, size, order.shape[1])
-    bring_in(pool, offers, layer, logical, pages, whole, first)
+class Arrivals(NamedTuple):
+    """What rows read at ``layer``, brought in as of :func:`bring_in`."""
 
+    pool: BlockManager
+    offers: Offers
+    layer: int
+    logical: Tensor
 
-def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, ranked: Tensor) -> None:
-    """Rules have used so many microbatches (int32 [units]) of rankings of ``ranked`` blocks: where that is more than
-    was brought in, what they made of it does not hold, and ``head`` says so; the next step brings in more."""
-    _follow[(1,)](
-        used, ranked, offers.reach, offers.head, layer, used.numel(), microbatch, offers.head.numel(),
-        HEAD=offers.head.shape[1], HEADS=triton.next_power_of_2(offers.head.shape[0]),
-        WIDTH=triton.next_power_of_2(used.numel()), LEAST=LEAST_RANKED, W_SHORT=SHORT, num_warps=1,
-    )  # fmt: skip
+    def bring(self, pages: Pages, *wanted: KeyLists | None) -> None:
+        """See :func:`bring_in`."""
+        bring_in(*self, pages, *wanted)
+
+    def bring_ranked(self, pages: Pages, ranking: tuple[Tensor, Tensor, Tensor], size: int) -> None:
+        """The same for a ranking of blocks of ``size`` keys (batched_rank.rank_blocks): those without a rank, and the
+        first ones, as far as ``offers.reach`` says."""
+        always, order, counts = ranking
+        units = order.shape[0] // pages.lengths.shape[0]
+        upto = torch.minimum(counts[1], self.offers.reach[self.layer])
+        whole = KeyLists(None, counts[0], always, units, size, always.shape[1])
+        self.bring(pages, whole, KeyLists(None, upto, order, units, size, order.shape[1]))
+
+    def follow(self, used: Tensor, microbatch: int, ranked: Tensor) -> None:
+        """Rules have used so many microbatches (int32 [units]) of rankings of ``ranked`` blocks: where that is more
+        than was brought in, what they made of it does not hold, and ``head`` says so; the next step brings in more."""
+        reach, head = self.offers.reach, self.offers.head
+        _follow[(1,)](
+            used, ranked, reach, head, self.layer, used.numel(), microbatch, head.numel(), HEAD=head.shape[1],
+            HEADS=triton.next_power_of_2(head.shape[0]), WIDTH=triton.next_power_of_2(used.numel()),
+            LEAST=LEAST_RANKED, W_SHORT=SHORT, num_warps=1,
+        )  # fmt: skip
 
 
 def _look(

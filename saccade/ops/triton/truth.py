@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.row_words import AuditPlace, TapWords
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages, even_splits
+from saccade.ops.triton.state_words import places as places_of
 
 KEYS = 64  # of a tile, where a head has few bytes
 STAGES = 3  # tiles on their way
@@ -28,12 +30,14 @@ MOST_SPLITS = 128  # of a place's keys
 MERGED = 1 << 13  # numbers of shares that are merged at once
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TINY = torch.finfo(torch.float32).tiny
+P, T = places_of(AuditPlace), places_of(TapWords)
+PLACE: tl.constexpr = tl.constexpr(len(AuditPlace._fields))
+TAP: tl.constexpr = tl.constexpr(len(TapWords._fields))
 
 
 class Given(NamedTuple):
-    """What attention was asked and gave in each layer and row. ``addresses`` int64 [layers, rows, 6]: where ``q`` and
-    ``out`` [heads, head_dim] of ``dtype`` and ``lse`` fp32 [heads] begin, in bytes, each followed by how many elements
-    lie between its ``heads``."""
+    """What attention was asked and gave in each layer and row. ``addresses`` int64 [layers, rows, 6]: TapWords, of
+    queries and results of ``dtype`` and fp32 log-sum-exps of ``heads``."""
 
     addresses: Tensor
     dtype: torch.dtype
@@ -48,7 +52,7 @@ def compare(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """What steps lost at ``places`` int32 [n, 4]: layer, row, KV head and window, 0 for none, of what attention was
+    """What steps lost at ``places`` int32 [n, 4], an AuditPlace each, of what attention was
     ``given`` and gave; ``pages.tables`` int32 [layers, >= rows, kv_heads or 1, blocks] and ``lengths`` [>= rows].
 
     Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.audit``), means over the KV
@@ -91,8 +95,9 @@ def _parts(
     """``OWN`` rows, of which ``GROUP`` are heads; where ``STACKED``, as many again for each part of a weight."""
     split, place = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
-    layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
-    kv_head, window = tl.load(places + place * 4 + 2), tl.load(places + place * 4 + 3)
+    own_place = places + place * PLACE
+    layer, row = tl.load(own_place + P.layer), tl.load(own_place + P.row)
+    kv_head, window = tl.load(own_place + P.kv_head), tl.load(own_place + P.window)
     length = tl.load(lengths + row).to(tl.int32)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     table = (
@@ -101,8 +106,10 @@ def _parts(
     line, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
     member, part = line % OWN, line // OWN
     inside = (member[:, None] < GROUP) & (channel[None, :] < D)
-    entry = given + (layer.to(tl.int64) * rows + row) * 6
-    asked = tl.load(entry).to(tl.pointer_type(TYPE)) + (kv_head * GROUP + member)[:, None] * tl.load(entry + 1)
+    entry = given + (layer.to(tl.int64) * rows + row) * TAP
+    asked = tl.load(entry + T.q).to(tl.pointer_type(TYPE)) + (kv_head * GROUP + member)[:, None] * tl.load(
+        entry + T.q_head
+    )
     q = tl.load(asked + channel[None, :], mask=inside, other=0.0)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
@@ -169,8 +176,8 @@ def _compare(
 ):  # fmt: skip
     begin(EARLY)
     place = tl.program_id(0)
-    layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
-    kv_head = tl.load(places + place * 4 + 2)
+    own_place = places + place * PLACE
+    layer, row, kv_head = tl.load(own_place + P.layer), tl.load(own_place + P.row), tl.load(own_place + P.kv_head)
     member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
     mine = member < GROUP
     inside = mine[:, None] & (channel[None, :] < D)
@@ -196,14 +203,14 @@ def _compare(
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     true = acc / total[:, None]
-    entry, head = addresses + (layer.to(tl.int64) * rows + row) * 6, kv_head * GROUP + member
-    out = tl.load(entry + 2).to(tl.pointer_type(TYPE)) + head[:, None] * tl.load(entry + 3)
+    entry, head = addresses + (layer.to(tl.int64) * rows + row) * TAP, kv_head * GROUP + member
+    out = tl.load(entry + T.out).to(tl.pointer_type(TYPE)) + head[:, None] * tl.load(entry + T.out_head)
     given = tl.load(out + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     off = tl.sqrt(tl.sum((given - true) * (given - true), 1))
     norm, scale = tl.sqrt(tl.sum(true * true, 1)), scaled / total
     error = off / tl.where(norm < TINY, TINY, norm)  # not maximum, which takes NaN for a small number
     scaled = off / tl.where(scale < TINY, TINY, scale)
-    lse = tl.load(entry + 4).to(tl.pointer_type(tl.float32)) + head * tl.load(entry + 5)
+    lse = tl.load(entry + T.lse).to(tl.pointer_type(tl.float32)) + head * tl.load(entry + T.lse_head)
     read = tl.load(lse, mask=mine, other=float("-inf"))
     mass = tl.exp2(read * 1.4426950408889634 - (top + tl.log2(total)))
     to = found + place * 3

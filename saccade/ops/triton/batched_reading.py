@@ -1,0 +1,80 @@
+"""How recorded decode steps read: for each name of kernels that a reading may give (selection/readings.py), what is
+launched; and which choices of blocks kernels score, rank and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from saccade.ops.triton.batched_choice import choose_blocks
+from saccade.ops.triton.batched_decode import band_lists, score_blocks
+from saccade.ops.triton.batched_ranking import rank_rows
+from saccade.ops.triton.batched_rows import LayerRead, LayerRows, RuleRead
+from saccade.ops.triton.dispatch import BLOCK_SIZES
+from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
+from saccade.selection.forms import LABELS, PlanSpec
+from saccade.selection.readings import CHOICE, ENDS, OWN, Choice, Reading
+
+SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
+GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to rank them
+
+
+def why_not(reading: Reading, spec: PlanSpec) -> str | None:
+    """What no kernel serves of ``reading`` on such a model; None where kernels serve all of it."""
+    choice = reading.choice
+    return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
+
+
+def read_rows(reading: Reading, rows: LayerRows) -> LayerRead:
+    """Attend for ``rows``, whose keys are stored, as ``reading`` says."""
+    return _READS[reading.kernels](reading, rows)
+
+
+def _read_ends(reading: Reading, rows: LayerRows) -> LayerRead:
+    assert reading.ends is not None
+    sinks, window = reading.ends
+    return rows.attended(None if window is None else band_lists(rows.pages, rows.first, rows.second, sinks + window))
+
+
+def _read_choice(reading: Reading, rows: LayerRows) -> LayerRead:
+    choice = reading.choice
+    assert choice is not None
+    if choice.rule is None:
+        assert rows.summaries is not None
+        scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
+        return rows.attended(choose_blocks(scores, rows.pages, choice, rows.first, rows.second))
+    ranked = rank_rows(rows.q, rows.pages, rows.summaries, rows.words, choice, rows.second, rows.scale, rows.softcap)
+    always, order, counts, guesses = ranked
+    if rows.arrivals is not None:
+        rows.arrivals.bring_ranked(rows.pages, ranked[:3], choice.size)
+    rows.time("attention")
+    done = attend_progressive(
+        rows.q, rows.pages, always, order, choice.size, choice.rule, scale=rows.scale, softcap=rows.softcap,
+        counts=counts, epsilon=rows.share, before=rows.reach, guesses=guesses,
+    )  # fmt: skip
+    if rows.arrivals is not None:
+        rows.arrivals.follow(done.used, choice.rule.microbatch, counts[1])
+    ruled = RuleRead(done.used, choice.rule.microbatch, choice.size, done.coverage, counts[1])
+    return LayerRead(done.out, done.lse, None, ruled=ruled, ranking=(always, order, counts[0]))
+
+
+_READS: dict[str, Callable[[Any, LayerRows], LayerRead]] = {
+    ENDS: _read_ends,
+    CHOICE: _read_choice,
+    OWN: lambda reading, rows: reading.read(rows),
+}
+
+
+def _unread(choice: Choice, kv_heads: int) -> str | None:
+    summary, rule = choice.source.summary, choice.rule
+    if choice.size not in BLOCK_SIZES:
+        return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
+    if summary not in SUMMARIES and (rule is None or summary not in GUESSING):
+        return f"the kernels score the summaries {' and '.join(SUMMARIES)}, not {summary}"
+    if kv_heads % choice.units:
+        return f"the kernels choose for whole KV heads, not for {choice.units} units of {kv_heads} of them"
+    if rule is not None and choice.units != kv_heads:
+        return "the kernels stop for each KV head by itself"
+    if rule is not None and rule.microbatch * choice.size > MOST_KEYS:
+        return f"a microbatch is at most {MOST_KEYS} keys, not {rule.microbatch} blocks of {choice.size}"
+    return None
