@@ -61,8 +61,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         m, "SharedKeys",
         {field<&SharedKeys::units>("units").at_least(1), field<&SharedKeys::sinks>("sinks"),
          field<&SharedKeys::local>("local").at_least(1), field<&SharedKeys::best>("best").at_least(1),
-         field<&SharedKeys::tau>("tau"), field<&SharedKeys::cover_gap>("cover_gap"),
-         field<&SharedKeys::follow>("follow"), field<&SharedKeys::reach>("reach"),
+         field<&SharedKeys::tau>("tau"), field<&SharedKeys::follow>("follow"), field<&SharedKeys::reach>("reach"),
          field<&SharedKeys::spread>("spread")});
     bind_struct<SharedLayer>(
         m, "SharedLayer",

@@ -70,7 +70,7 @@ void share_unit(const Share& c, int64_t u) {
     if (whose >= 0) {
         const int64_t at = whose * c.units + u;
         const int64_t left = c.positions[whose] + 1 - c.local;  // of the window since
-        const int64_t gap = c.cover_gap && left < c.last ? c.last - left : 0, count = c.counts[at] + gap;
+        const int64_t gap = left < c.last ? c.last - left : 0, count = c.counts[at] + gap;
         int32_t* list = c.most ? static_cast<int32_t*>(thread_scratch((count + 1) * sizeof *list)) : out;
         std::memcpy(list, c.keys + at * c.capacity, c.counts[at] * sizeof *list);
         for (int64_t i = 0; i < gap; ++i) list[c.counts[at] + i] = static_cast<int32_t>(left + i);
@@ -140,7 +140,7 @@ void bind_sharing(nb::module_& m) {
          field<&Share::positions>("positions").or_null(), field<&Share::q>("q"),
          field<&Share::storage>("storage").within(0, 1), field<&Share::head_stride>("head_stride"),
          field<&Share::head_dim>("head_dim").at_least(16), field<&Share::tau>("tau"),
-         field<&Share::cover_gap>("cover_gap"), field<&Share::last>("last").signed_number(),
+         field<&Share::last>("last").signed_number(),
          field<&Share::local>("local"), field<&Share::most>("most"), field<&Share::best>("best").or_null(),
          field<&Share::follow>("follow"), field<&Share::first>("first"), field<&Share::direction>("direction"),
          field<&Share::searching>("searching"), field<&Share::offsets>("offsets"),

@@ -19,7 +19,6 @@ struct Share {
     const int32_t *counts, *keys;
     const int64_t* positions;
     float tau;
-    bool cover_gap;
     int64_t last, local;  // keys `last` .. are in the step's own window of `local` keys
     // Out: the step's directions [units, channels], who shares with nobody, and the keys of the others.
     float* direction;

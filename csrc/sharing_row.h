@@ -16,7 +16,6 @@ namespace saccade {
 struct SharedKeys {
     int64_t units, sinks, local, best;
     float tau;
-    bool cover_gap;
     int64_t follow, reach, spread;  // keys around moved ones, around the `spread` best of those retrieved
 };
 
@@ -89,7 +88,6 @@ class Sharing : public RowWork {
         s.keys = l_.keys;
         s.positions = l_.positions;
         s.tau = c_.tau;
-        s.cover_gap = c_.cover_gap;
         s.last = n - c_.local;
         s.local = c_.local;
         s.direction = l_.directions + count_ * c_.units * l_.channels;

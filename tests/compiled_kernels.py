@@ -16,10 +16,9 @@ from triton.compiler import ASTSource
 
 from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.cis.recorded import MOST_STEPS
-from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
-from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_rounds
+from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
     batched_best,
@@ -78,15 +77,6 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (triton_rounds._sum_lines, {"SPAN": span, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
             (triton_rounds._rounds, own, {"num_warps": warps}),
         ]
-    wide = {"CHUNK": triton_round_steps.CHUNK, "PARTS": 128, **LADDER}
-    found += [
-        (triton_round_steps._take_lines, {"KIND": 0, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
-        (triton_round_steps._take_lines, {"KIND": 1, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
-        (triton_round_steps._count_lines, {"SPAN": 4096}, {"num_warps": 8}),
-        (triton_round_steps._weigh_lines, {"CHUNK": triton_round_steps.CHUNK}, {"num_warps": 4}),
-        (triton_round_steps._sum_ladder, wide, {"num_warps": 4}),
-        (triton_round_steps._decide_lines, wide, {"num_warps": 4}),
-    ]
     for blocks in (1024, 8192):
         span = min(triton_threshold.SPAN, blocks)
         width = {"WIDTH": blocks, "SCANNED": choose.SCANNED}
@@ -200,7 +190,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         ),
     ]  # fmt: skip
     decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True}
-    sharing = {**decoding, **WORDS, "SPAN": 1024, "WAIT": 2}
+    sharing = {**decoding, "SPAN": 1024, "WAIT": 2}
     found += [
         (
             triton_one_launch._choose,
@@ -218,7 +208,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for kv_heads, held, warps, tile in ((32, 4096, 8, 64), (8, 1024, 4, 32), (32, 16384, 16, 0), (8, 0, 4, 0))
     ]
     listing = {"PARTS": 4, "KNOWN_WORDS": best_parts.WORDS, "SPAN": batched_best.SPAN}
-    found.append((triton_keeping._list_and_keep, {**decoding, **WORDS, **listing}, {"num_warps": 8, "maxnreg": 64}))
+    found.append((triton_keeping._list_and_keep, {**decoding, **listing}, {"num_warps": 8, "maxnreg": 64}))
+    observed = {**decoding, "TILE": 64, "TILES": 1, "KEYS": 64, "SPLITS": 16, "SPAN": 1024, "UNITS": 8}
+    found += [
+        (kernel, observed, {"num_warps": 4, "num_stages": 3})
+        for kernel in (triton_choosing._row_logs, triton_choosing._line_sums, triton_recorded._line_lists)
+    ]
+    found.append((triton_recorded._remember, decoding, {"num_warps": 1}))
+    found.append((triton_choosing._choose_lines, {**listing, "UNITS": 8, "WORDS": best_parts.WORDS, "EARLY": True}, {}))
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "GUESSED": False,
         "MEAN": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
+from saccade.methods.loopserve import triton_choosing, triton_recorded
 from saccade.ops.triton import (
     antidiagonals,
     batched_choice,
@@ -93,6 +94,13 @@ OTHERS = {
         **dict.fromkeys(("lengths", "bounds", "counts", "indices", "marks", "known", "taken"), "*i32"),
         "reals": "*fp64", "searching": "*i8", "arrived": "*i64",
     },
+    triton_choosing._row_logs: {"tables": "*i32", "lengths": "*i32", "now": "*i8"},
+    triton_choosing._line_sums: {"tables": "*i32", "lengths": "*i32", "now": "*i8", "sums": "*fp32"},
+    triton_choosing._choose_lines: {
+        **dict.fromkeys(("bounds", "known", "taken"), "*i32"), "now": "*i8", "sums": "*fp32",
+    },
+    triton_recorded._remember: {"lengths": "*i32", "now": "*i8", "chosen": "*i8", "scored": "*fp64"},
+    triton_recorded._line_lists: {"lengths": "*i32", "chosen": "*i8", "counts": "*i32"},
     batched_rank._order: {
         **dict.fromkeys(("lengths", "takes", "denses", "always", "order", "counts", "sorts"), "*i32"),
     },

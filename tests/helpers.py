@@ -199,12 +199,6 @@ MATRIX = (
             {"gamma": 0.6, "block_size": 128, "min_budget": 256},
             {"gamma": 0.7, "tau": 1.0, "block_size": 64, "min_budget": 128, "max_budget": 256},
             {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "flatten": False},
-            {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 128, "max_budget": 256, "mode": "paper"},
-            {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "mode": "reference"},
-            {
-                **{"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "mode": "paper"},
-                **{"pattern_rows": "middle", "index_rows": "middle"},
-            },
         ),
         {"gamma": 1.0, "min_budget": 0},
         budget=lambda m: {"gamma": 0.5, "min_budget": m, "block_size": 64},

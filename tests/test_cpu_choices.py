@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable(
 METHODS = {
     "flexprefill": FlexPrefill(gamma=0.9, tau=0.0, block_size=64, min_budget=128, lines="block"),
     "flexprefill query-aware": FlexPrefill(gamma=0.8, tau=1.0, block_size=64, min_budget=0),
-    "flexprefill paper": FlexPrefill(gamma=0.8, tau=0.2, block_size=128, min_budget=0, mode="paper"),
+    "flexprefill 128": FlexPrefill(gamma=0.8, tau=0.2, block_size=128, min_budget=0),
     "minference": MInference(vertical=60, slash=50, keep_columns=4, keep_diagonals=8),
     "loopserve": LoopServe(alpha=0.9, samples=100),
     "loopserve blocks": LoopServe(alpha=0.8, samples=100, lines="block", block_size=64),

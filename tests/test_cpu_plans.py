@@ -21,6 +21,10 @@ from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
 from saccade.methods.cis import CIS
+from saccade.methods.cis.anchors import Anchors
+from saccade.methods.cis.host import HostAnchors
+from saccade.methods.cis.method import CISState
+from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.device_state import Opening
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
@@ -66,11 +70,8 @@ LISTED = [
     "lfps(k=20, slash_shift_on_read=false)",  # not what the kernels do
     "cis(k=30, sinks=4, local=8, tau=0.1)",
     "cis(k=0.15, sinks=2, local=6, tau=0.3, unit=kv_head, s=4, align=position)",
-    "cis(k=12, sinks=0, local=4, tau=0.2, s=3, follow=none, cover_gap=false, r=2, m=5)",
+    "cis(k=12, sinks=0, local=4, tau=0.2, s=3, follow=none, r=2, m=5)",
     "cis(k=110, sinks=4, local=8, tau=0.1)",  # comes to choose within the answer
-    "cis(k=30, sinks=4, local=8, tau=0.3, anchors=any)",
-    "cis(k=12, sinks=0, local=4, tau=0.2, s=20, unit=kv_head, cover_gap=false, anchors=any)",
-    "cis(k=0.15, sinks=4, local=9, tau=0.3, anchors=any)+psaw(start_layer=1, sinks=5, local=6, block_size=1)",
     "cis(k=20, sinks=4, local=8, tau=0)+psaw(start_layer=1, sinks=5, local=9, block_size=32)",
     "cis(k=20, sinks=4, local=9, tau=0.2, unit=kv_head)+psaw(start_layer=1, sinks=5, local=6, block_size=1)",
     "cis(k=20, sinks=4, local=8, tau=0.3, follow=1, s=2)+psaw(start_layer=1)+etf(start_layer=1)",
@@ -357,6 +358,35 @@ def test_a_row_whose_anchors_do_not_fit_is_refused():
     again = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
     again.attend(1, q[1], out, 0.2, None, 1)
     assert state._counts.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"anchors": "any"}, "anchors=any"), ({"cover_gap": False}, "cover_gap=false"), ({"by": "key"}, "by=key")],
+)
+def test_the_papers_other_values_are_left_to_the_hooks(options, reason):
+    (kv,), _, _ = sequences([200], torch.float32, 1)
+    method = CIS(k=20, sinks=2, local=4, **options)
+    opening = Opening([method.begin(None) for _ in range(LAYERS)], kv, Spec, 199, 200)
+    assert method.host_state(opening) is None
+    assert reason in HostAnchors.why_not(opening, method)
+    assert reason in SharedKeys.of(method).why_not(Spec)
+
+
+def test_anchors_that_pass_on_are_left_to_the_hooks_and_shared_by_no_kernel():
+    """A state that ``anchors=any`` left, under other options: units without lists of their own."""
+    (kv,), _, _ = sequences([200], torch.float32, 1)
+    method, states = CIS(k=20, sinks=2, local=4), []
+    for _ in range(LAYERS):
+        anchors = Anchors.empty(HEADS, DIM, 30, 6)
+        anchors.reserve(2)
+        anchors.count, anchors.has[:2], anchors.counts[1, 2] = 2, True, -1
+        states.append(CISState(0, anchors))
+    opening = Opening(states, kv, Spec, 197, 200)
+    assert "passed on" in HostAnchors.why_not(opening, method)
+    (own, _) = RecordedAnchors(opening, method)._layers
+    assert own.has[:2].tolist() == [[True] * HEADS, [unit != 2 for unit in range(HEADS)]]
+    assert not own.has[2:].any()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from saccade.engine.attention import StepFailedError
 from saccade.methods.cis import triton_one_launch
 from saccade.methods.labels import recorded
 from saccade.methods.lfps import triton_row_choice
+from saccade.methods.policy import Policy
 from saccade.methods.registry import METHODS
 from saccade.ops.triton import batched_rows
 
@@ -30,8 +31,8 @@ CIS = "cis(k=20, sinks=3, local=6, tau=0.0"
 SHARING = [
     f"{CIS})",
     f"{CIS}, s=3, m=0)",
-    f"{CIS}, unit=kv_head, r=2, m=9)",
-    f"{CIS}, cover_gap=false, align=position)",
+    f"{CIS}, r=2, m=9)",
+    f"{CIS}, align=position)",
 ]
 SHARING += [
     f"{CIS}, follow=1)",
@@ -42,8 +43,6 @@ SHARING += [
 SHARING += [
     f"{CIS})+psaw(start_layer=1, block_size=16, local=8)",
     f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)",
-    f"{CIS[:-1]}3, anchors=any)",
-    f"{CIS[:-1]}3, unit=kv_head, s=4, anchors=any)",
 ]
 LFPS = "lfps(k=30, least=1"
 FORESEEN = [
@@ -57,7 +56,7 @@ FORESEEN = [
     "lfps",
 ]
 LOOP = "loopserve(alpha=1, budget=40, first=2, n_d=3"
-LINES = [f"{LOOP})", f"{LOOP}, unit=q_head, observed=2, force=true)", f"{LOOP}, slashes=false, at_start=true)"]
+LINES = [f"{LOOP})", f"{LOOP}, observed=2)"]
 SPARSE = "double_sparsity(source=prompt, dense_layers=1"
 LABELLED = [
     f"{SPARSE}, k=24, channels=0.5)",
@@ -113,6 +112,27 @@ def test_tokens_and_reports(engines, policy):
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
     for left, right in zip(own, batched):
         same(left, right)
+
+
+ALONE = {
+    f"{CIS}, unit=kv_head, r=2)": "unit=kv_head",
+    f"{CIS[:-1]}3, anchors=any)": "anchors=any",
+    f"{CIS}, cover_gap=false)": "cover_gap=false",
+    f"{LOOP}, unit=q_head, force=true)": "force=true, unit=q_head",
+    f"{LOOP}, slashes=false, at_start=true)": "at_start=true, slashes=false",
+}
+
+
+@pytest.mark.parametrize("policy", ALONE)
+def test_the_papers_other_values_are_the_references(engines, policy):
+    """Rows beside recorded ones; why they are none is said by name."""
+    (reading, _) = Policy.parse(policy).decode.device_plan(engines[1].model.runner.spec).layers
+    assert ALONE[policy] in reading.why_not(engines[1].model.runner.spec)
+    prompts, policies = [random_ids(110, seed=1), random_ids(90, seed=2)], [policy, "topk(k=24)"]
+    own, batched = (one.generate(prompts, FEW, policy=policies) for one in engines)
+    assert [tokens(one) for one in own] == [tokens(one) for one in batched]
+    assert "triton" not in batched[0].report["decode"]["backends"]
+    same(own[1], batched[1])
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,6 @@ def test_each_head_decides_for_itself():
         {"max_budget": 64},
         {"max_budget": 512, "min_budget": 1024},
         {"lines": "row"},
-        {"lines": "block", "mode": "paper"},
-        {"lines": "block", "mode": "reference"},
     ],
 )
 def test_bad_options_are_refused(options):

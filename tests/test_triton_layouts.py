@@ -13,8 +13,6 @@ from layout_helpers import agrees, laid, sliced, spread
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.anchors import Anchors
 from saccade.methods.flexprefill import triton_blocks, triton_pooled, triton_shares
 from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.lfps import triton_stand_ins, triton_tables
@@ -216,24 +214,6 @@ def test_lfps():
     made.slash = sliced(made.slash)
     with pytest.raises(SaccadeError, match="score tables are written in place"):
         triton_tables.learn(made, lists, torch.rand(1, lists.indices.numel()), idle, 0.9)
-
-
-def test_cis():
-    shape, rng = Shape.suffix(4, 2, 1, N), generator(11)
-    lists, q = listed(shape), torch.randn(4, D, generator=rng)
-    weights = torch.rand(1, lists.indices.numel(), generator=rng)
-
-    def entry(q, lists, weights):
-        anchors = Anchors.empty(4, D, 100)
-        anchors.reserve()
-        triton_sharing.share(anchors, q, 0.8, 20, N, True)
-        anchors.has[0], anchors.positions[0], anchors.count, anchors.first = True, N - 1, 1, N - 1
-        triton_sharing.keep(anchors, 0, anchors.has[0], lists, weights, (4, N - 20), 3, 1)
-        anchors.reserve()
-        offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, 20, N + 3, True)
-        return offsets, keys[: int(offsets[-1])], searching, anchors.counts[0]
-
-    agrees(entry, q, lists, weights)
 
 
 def test_passes_over_rows():

@@ -10,8 +10,8 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
 from saccade.kv.view import KVView
 from saccade.methods.cis import CIS, triton_one_launch
-from saccade.methods.cis.anchors import Anchors
-from saccade.methods.cis.recorded import _parts
+from saccade.methods.cis.anchors import PARTS, Anchors
+from saccade.methods.cis.recorded import Reals, Words, _parts
 from saccade.methods.cis.sharing import keep, leave_out, share
 from saccade.methods.cis.triton_keeping import list_and_keep
 from saccade.ops import Call, run
@@ -67,18 +67,17 @@ class Step:
         for row, (start, own) in enumerate(zip(START, self.own)):
             if not start:
                 continue
-            numbers = (
-                start, method.s, False, method.k, method.sinks, method.local, method.r,
-                -1 if method.m is None else method.m, -1 if method.follow is None else method.follow, method.cover_gap,
-                method.chains,
-                *(part.data_ptr() for part in _parts(own)), own.capacity, own.most,
+            numbers = Words(
+                begins=start, steps=method.s, k=method.k, sinks=method.sinks, local=method.local, reach=method.r,
+                best=-1 if method.m is None else method.m, follow=-1 if method.follow is None else method.follow,
+                capacity=own.capacity, most=own.most, **{name: getattr(own, name).data_ptr() for name in PARTS},
             )  # fmt: skip
-            words[row, : len(numbers)] = torch.tensor([int(number) for number in numbers])
+            words[row, : len(numbers)] = torch.tensor(numbers)
             if self.share_hidden:
                 cones[row] = torch.tensor([self.share_hidden, method.sinks - 1, 8, 1], dtype=torch.float64)
         counted = torch.tensor(lengths, dtype=torch.int32)
         pages = type(pages_of(self.views[:1]))(self.k, self.v, self.tables, counted, max(lengths))
-        reals = torch.tensor([[method.tau, method.k]] * len(START), dtype=torch.float64)
+        reals = torch.tensor([Reals(tau=method.tau, k=method.k)] * len(START), dtype=torch.float64)
         none = torch.zeros(len(START), dtype=torch.int32)
         return LayerRows(0, q, pages, words, reals, cones, none, none, DIM**-0.5)
 
@@ -97,16 +96,14 @@ class Step:
             seen = set(range(n)) - set(range(*hidden))
             return [seen] * self.heads, 0
         moves = method.follow or 0, method.sinks
-        offsets, shared, searching = share(
-            anchors, q[:, 0], method.tau, method.local, n, method.cover_gap, moves, method.chains
-        )
+        offsets, shared, searching = share(anchors, q[:, 0], method.tau, method.local, n, True, moves)
         k_of = torch.where(searching, method.budget(n), n)
         chosen = Candidates(shape, offsets, shared, k_of, method.sinks, method.local, searching, most=n, hidden=hidden)
         done = run(Call.of(q, view, chosen, want_weights=True), "reference")
         assert isinstance(done.used, Tokens)
         keep(
             anchors, done.used, done.weights, searching, n - 1, (method.sinks, n - method.local), method.spread(n),
-            method.r, passes_on=method.chains,
+            method.r,
         )  # fmt: skip
         if hidden[1]:
             leave_out(anchors, hidden)
@@ -135,14 +132,11 @@ class Step:
     [
         ("attends", 4, 4, {}, 0.0),
         ("listed", 2, 2, {"r": 2, "m": 7}, 0.0),
-        ("attends", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
-        ("listed", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
+        ("attends", 3, 1, {"s": 2}, 0.4),
+        ("listed", 3, 1, {"s": 2}, 0.4),
         ("listed", 4, 2, {"r": 0}, 0.3),
         ("held", 2, 2, {"follow": None, "m": 99}, 0.3),
         ("attends", 2, 1, {"follow": None, "m": 99}, 0.3),
-        ("attends", 3, 1, {"anchors": "any"}, 0.0),
-        ("listed", 4, 2, {"anchors": "any", "s": 4, "r": 2, "m": 7}, 0.3),
-        ("held", 2, 2, {"anchors": "any", "cover_gap": False}, 0.4),
     ],
 )
 def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, options, hides):
@@ -154,7 +148,7 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, op
         monkeypatch.setattr(batched_best, "SPAN", 16)  # lists by several programs
     method = CIS(k=24, sinks=3, local=6, tau=0.7, **options)
     steps = Step(method, heads, kv_heads, hides)
-    both, passed = 0, []
+    both = 0
     for step in range(min(STEPS, method.s)):
         rows = steps.rows(step)
         assert triton_one_launch.fuses(rows) == held
@@ -180,16 +174,11 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, op
             assert chosen.searches[row].sum() == searches
             both |= (searches > 0) + 2 * (searches < heads)
             own, reference = steps.own[row], steps.reference[row]
-            kept = searches or (method.chains and not method.too_short(start + step + 1))
-            assert torch.equal(own.has[step], reference.has[step] if kept else torch.zeros_like(own.has[step]))
+            assert torch.equal(own.has[step], reference.has[step] if searches else torch.zeros_like(own.has[step]))
             for head in own.has[step].nonzero().flatten().tolist():
                 size = int(own.counts[step, head])
                 assert size == int(reference.counts[step, head])
-                if size < 0:
-                    passed.append(-1 - size)
-                    continue
                 assert torch.equal(own.keys[step, head, :size], reference.keys[step, head, :size])
                 assert torch.equal(own.moving[step, head], reference.moving[step, head])
     assert both == 3
-    assert bool(passed) == method.chains
     assert not arrivals(torch.device("cpu"), 32)[:32].any()

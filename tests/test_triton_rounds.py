@@ -12,7 +12,6 @@ from test_triton_line_cover import causal_weights
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
-from saccade.methods.loopserve import triton_round_steps, triton_rounds
 from saccade.methods.loopserve.device import select_lines
 from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
 from saccade.methods.loopserve.rounds import UNIT, cover_rounds
@@ -52,23 +51,6 @@ def test_rounds_keep_the_share_and_the_device_chooses_the_same(m, n, first, shar
         assert units[held(weights, positions, columns, distances)].sum() >= share * units.sum()
         assert marks[0, head].nonzero()[:, 0].tolist() == columns.tolist()
         assert marks[1, head].nonzero()[:, 0].tolist() == distances.tolist()
-
-
-@pytest.mark.parametrize(("m", "n", "first", "share", "rounds"), [(6, 60, 0, 0.8, 25), (6, 130, 100, 0.7, 2)])
-def test_many_programs_choose_as_one_does(m, n, first, share, rounds, monkeypatch):
-    """Rounds by many programs to the end, or so few that one program has to go on."""
-    heads, positions = made(m, n, first)
-    heads = heads[[0, 2]]
-    heads[1, 0, 0] = torch.nan
-    want = cover(heads.clone(), positions, first, share)
-    monkeypatch.setattr(triton_rounds, "LONG", 1)
-    monkeypatch.setattr(triton_rounds, "ROUNDS", rounds)
-    monkeypatch.setattr(triton_round_steps, "CHUNK", 32)
-    monkeypatch.setattr(triton_round_steps, "TAKERS", 3)
-    states, launch = [], triton_rounds.launch_rounds
-    monkeypatch.setattr(triton_rounds, "launch_rounds", lambda *at: (launch(*at), states.append(at[-2].clone())))
-    assert torch.equal(cover(heads.clone(), positions, first, share), want)
-    assert bool(states[0][:, 1:3].sum() > 0) == (rounds == 2)
 
 
 def test_rounds_read_little_more_than_line_by_line():

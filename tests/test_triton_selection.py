@@ -14,7 +14,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.flexprefill.device import select_lines
-from saccade.methods.flexprefill.modes import token_lines
+from saccade.methods.flexprefill.method import token_lines
 from saccade.methods.sampled_rows import SampledRows
 from saccade.methods.xattention import _reach
 from saccade.ops import attend
@@ -221,7 +221,7 @@ TOKEN = [
     FlexPrefill(block_size=64, min_budget=64, gamma=0.7),
     FlexPrefill(block_size=64, min_budget=200, gamma=0.5, tau=0.15),
     FlexPrefill(block_size=64, min_budget=0, max_budget=192, gamma=0.9, tau=0.15),
-    FlexPrefill(block_size=64, min_budget=64, gamma=0.6, tau=1.0, mode="paper"),
+    FlexPrefill(block_size=64, min_budget=64, gamma=0.6, tau=1.0),
 ]
 
 

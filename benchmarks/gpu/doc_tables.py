@@ -95,34 +95,6 @@ def progressive() -> str:
     )
 
 
-def sharing() -> str:
-    rows = rows_of("sharing")
-
-    def cells(batch: int, context: int) -> Sequence[str]:
-        here = {row["what"]: row for row in rows if (row["batch"], row["context"]) == (batch, context)}
-        cells = [str(batch), str(context)]
-        cells += [number(here[name]["us"]) for name in ("sdpa flash", "sdpa cudnn", "saccade dense") if name in here]
-        for name in ("CIS-16", "CPE-16"):
-            row = here.get(name)
-            cells.append("" if row is None else f"{row['us']:.4g} ({row['speedup']:.2f}x)")
-        row = here.get("CIS-16")
-        cells.append("" if row is None else f"{row['retrieving_us']:.4g} / {row['sharing_us']:.4g}")
-        return cells
-
-    cases = sorted({(row["batch"], row["context"]) for row in rows})
-    head = (
-        "batch",
-        "context",
-        "flash us",
-        "cuDNN us",
-        "`dense` us",
-        "CIS-16 us",
-        "CPE-16 us",
-        "retrieving / sharing us",
-    )
-    return table(head, [cells(*case) for case in cases])
-
-
 def others(part: str) -> str:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows_of(part):
@@ -136,7 +108,7 @@ def others(part: str) -> str:
 
 
 def main() -> None:
-    parts = {"Prefill": prefill, "Decode": decode, "PSA": progressive, "CIS and CPE": sharing}
+    parts = {"Prefill": prefill, "Decode": decode, "PSA": progressive}
     for title, make in parts.items():
         print(f"## {title}\n\n{make()}")
     for part in ("endtoend", "reference"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 OUT = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-PARTS = ("limits", "prefill", "decode", "sharing", "endtoend", "reference")
+PARTS = ("limits", "prefill", "decode", "endtoend", "reference")
 
 
 def cell(value: Any) -> str:

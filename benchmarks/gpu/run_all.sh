@@ -22,14 +22,13 @@ part() { # name, seconds, command...
 }
 
 : >"$OUT/log.txt"
-wanted="${*:-limits tests prefill decode sharing endtoend reference}"
+wanted="${*:-limits tests prefill decode endtoend reference}"
 for name in $wanted; do
     case "$name" in
         limits) part limits 15 "$python" "$here/limits.py" ;;
         tests) part tests 100 bash "$here/run_tests.sh" ;;
         prefill) part prefill 175 "$python" "$here/prefill.py" ;;
         decode) part decode 60 "$python" "$here/decode.py" ;;
-        sharing) part sharing 25 "$python" "$here/sharing.py" ;;
         gather) part gather 60 "$python" "$here/gather.py" ;;
         tiers) part tiers 150 "$python" "$here/tiers.py" long ;;
         reference) part reference 60 "$python" "$here/reference.py" ;;

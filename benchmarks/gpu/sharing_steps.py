@@ -1,5 +1,4 @@
-"""CIS and CPE inside the engine's recorded step: the cells of PrHS's Table IV that sharing.py prices operator by
-operator.
+"""CIS and CPE inside the engine's recorded step: the cells of PrHS's Table IV, and one of 32K beyond it.
 
 32 heads of 128 channels, all with keys of their own, in bfloat16; an eighth of the keys is read. The engine plans,
 records and replays a step of a batch of requests as it does for any model; what a layer projects is put in its place,
@@ -8,7 +7,7 @@ what was done counted. A query resembles the one before: of 16 steps one searche
 that searches and of one that shares, a layer, and of a step without attention, whose time (the queries put in place,
 tables, sampling) is in the others too. CPE hides what PSAW does in the last quarter of the layers.
 
-``CELLS`` names other cells than the paper's six and one of 32K ("8x1024 8x32768"), ``LAYERS`` another number of layers.
+``CELLS`` names other cells than these seven ("8x1024 8x32768"), ``LAYERS`` another number of layers.
 """
 
 from __future__ import annotations
@@ -17,18 +16,34 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from endtoend import Bench
-from harness import HEAD_DIM, time_ms
-from sharing import CASES, HEADS, STEPS, Case
+from harness import DTYPE, HEAD_DIM, graph_ms, time_ms
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from saccade.engine.request import Request
 from saccade.models import attention
 from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec
 
+HEADS, STEPS = 32, 16
+CASES = ((8, 1024), (8, 2048), (8, 4096), (16, 1024), (16, 2048), (16, 4096), (8, 32768))
 LAYERS = int(os.environ.get("LAYERS", "16"))
 VOCAB = 256
 WANTED = [tuple(map(int, cell.split("x"))) for cell in os.environ.get("CELLS", "").split()] or CASES
+
+
+def peers_us(batch: int, n: int) -> dict[str, float]:
+    """Microseconds of torch's sdpa over random keys, by its flash and its cuDNN kernels."""
+    q = torch.randn(batch, HEADS, 1, HEAD_DIM, device="cuda").to(DTYPE)
+    k, v = (torch.empty(batch, HEADS, n, HEAD_DIM, dtype=DTYPE, device="cuda").normal_() for _ in range(2))
+
+    def sdpa(backend: SDPBackend) -> Any:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    backends = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+    return {name: 1000 * graph_ms([lambda b=backend: sdpa(b)] * 2) for name, backend in backends.items()}
 
 
 class Projected:
@@ -97,11 +112,9 @@ class SharingSteps(Bench):
 
     def measure(self, batch: int, n: int) -> None:
         self.room(batch * (n + 200))
-        case = Case(batch, n)
-        peers = case.dense()
-        del case
-        for name in ("sdpa flash", "sdpa cudnn"):
-            self.results.add(batch=batch, context=n, what=name, us=1000 * peers[name])
+        peers = peers_us(batch, n)
+        for name, us in peers.items():
+            self.results.add(batch=batch, context=n, what=name, us=us)
         cis = f"cis(s={STEPS}, k={n // 8 - 80}, follow=none)"
         cells = [("dense", "dense"), ("CIS-16", cis), ("CPE-16", f"{cis}+psaw+etf")]
         if batch not in self.priced:  # whatever the context
@@ -139,8 +152,8 @@ class SharingSteps(Bench):
             context=n,
             what=what,
             us=us,
-            to_flash=1000 * peers["sdpa flash"] / us,
-            to_cudnn=1000 * peers["sdpa cudnn"] / us,
+            to_flash=peers["sdpa flash"] / us,
+            to_cudnn=peers["sdpa cudnn"] / us,
             searching_us=times[0] if shared else None,
             sharing_us=times[1] if shared else None,
             density_sharing=density,

@@ -102,7 +102,6 @@ def test_scores_are_those_of_float64(units, listed, dtype):
     none = torch.zeros(3, dtype=torch.int32, device="cuda")
     cones = torch.zeros(3, 4, dtype=torch.float64, device="cuda")
     rows = LayerRows(0, q, pages, none[:, None].long(), cones, cones, none, none, d**-0.5)
-    hidden = torch.tensor([[10, 900], [0, 0], [0, 0]], dtype=torch.int32, device="cuda")
     lists, idle = None, None
     if listed:
         counts = torch.tensor([min(length, 300) for length in lengths], device="cuda").repeat_interleave(units)
@@ -111,8 +110,8 @@ def test_scores_are_those_of_float64(units, listed, dtype):
             some = torch.randperm(lengths[entry // units], generator=rng, device="cuda")[:count].sort().values
             indices[entry, :count] = some.to(torch.int32)
         lists = KeyLists(None, counts.to(torch.int32), indices, units, 1, 6400)
-        idle, hidden = (torch.arange(3 * heads, device="cuda") % 5 == 0).to(torch.int8), None
-    runs = [score_keys(rows, units, hidden, None, lists, idle) for _ in range(20)]
+        idle = (torch.arange(3 * heads, device="cuda") % 5 == 0).to(torch.int8)
+    runs = [score_keys(rows, units, lists, idle) for _ in range(20)]
     for row in (0, 2):
         length = lengths[row]
         keys = k[table[row, 0].long()].transpose(1, 2).flatten(0, 1)[:length].double()  # [n, kv_heads, d]
@@ -124,10 +123,7 @@ def test_scores_are_those_of_float64(units, listed, dtype):
             if units == heads:
                 wanted = own[0] * 1.4426950408889634
             else:
-                seen = torch.ones_like(which, dtype=torch.bool)
-                if hidden is not None:
-                    seen = (which < hidden[row, 0]) | (which >= hidden[row, 1])
-                shares = (own - own[:, seen].logsumexp(1, keepdim=True)).exp()
+                shares = own.softmax(1)
                 if idle is not None:
                     at = row * heads + unit * heads // units
                     shares = shares * (idle[at : at + heads // units] == 0)[:, None]

@@ -1,4 +1,4 @@
-"""What is chosen on a GPU, candidates, shared keys and lines, against the host's choice; the same from run to run."""
+"""What is chosen on a GPU, candidates and lines, against the host's choice; the same from run to run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import pytest
 import torch
 from gpu_helpers import data
 from helpers import planted_heads
-from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.anchors import Anchors
-from saccade.methods.cis.sharing import keep, share
 from saccade.methods.loopserve import LoopServe, triton_rounds
 from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.methods.loopserve.rounds import cover_rounds
@@ -60,51 +56,6 @@ def test_the_best_candidates(units, head_dim):
         for _ in range(10):
             again = choose_on_device(q, view, selection.to(q.device), scale=head_dim**-0.5)
             assert torch.equal(again.indices, ran.used.indices)
-
-
-@pytest.mark.parametrize(("best", "reach", "follow"), [(7, 1, 2), (1, 0, 0), (500, 2, 40)])
-def test_shared_keys_that_move_along(best, reach, follow):
-    """Anchors and what later queries share, on both machines; in no step is anything read back."""
-    n, options = 3000, (0.8, LOCAL)
-    made = [Anchors.empty(UNITS, 2 * DIM, capacity=n, most=best, device=device) for device in ("cpu", "cuda")]
-    for number in range(2):
-        length, q = n + 3 * number, torch.zeros(HEADS, DIM)
-        q[:, number] = 1.0
-        read, weights = retrieved(length, (900, 1, 60, 0), seed=number)
-        has = torch.tensor([True, number > 0, number < 1, False])
-        for anchors in made:
-            there = anchors.keys.device
-            share(anchors, q.to(there), *options, length, True, (follow, SINKS))
-            middle = (SINKS, length - LOCAL)
-            keep(anchors, read.to(there), weights.to(there), has.to(there), length - 1, middle, best, reach)
-    for axis, length in ((0, n + 9), (1, n + 9), (0, n + 200), (5, n + 9)):
-        q = torch.zeros(HEADS, DIM)
-        q[:, axis] = 1.0
-        host, device = (share(one, q.to(one.keys.device), *options, length, True, (follow, SINKS)) for one in made)
-        assert torch.equal(device[2].cpu(), host[2])
-        assert torch.equal(device[0].cpu(), host[0])
-        assert torch.equal(device[1][: int(host[0][-1])].cpu(), host[1])
-
-
-@pytest.mark.parametrize(("best", "reach"), [(0, 1), (7, 1), (500, 2)])
-def test_shared_keys(best, reach):
-    n, anchors = 200, Anchors.empty(UNITS, 2 * DIM, capacity=200)
-    for name in ("directions", "has", "counts", "keys", "positions"):
-        setattr(anchors, name, getattr(anchors, name).cuda())
-    q = torch.zeros(HEADS, DIM, dtype=torch.bfloat16, device="cuda")
-    q[:, 3] = 2.0
-    assert bool(triton_sharing.share(anchors, q, 0.8, LOCAL, n, True)[2].all())
-    has = torch.tensor([True, True, False, True])
-    read, weights = retrieved(n, (40, 1, 60, 0), seed=1)
-    anchors.has[0], anchors.positions[0], anchors.first, anchors.count = has.cuda(), n - 1, n - 1, 1
-    triton_sharing.keep(anchors, 0, anchors.has[0], read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
-    anchors.reserve()
-    for _ in range(10):
-        offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, LOCAL, n + 5, True)
-        for unit, wanted in enumerate(expected_sets(read, weights, has, n, best, reach)):
-            found = keys[offsets[unit] : offsets[unit + 1]].tolist()
-            assert bool(searching[unit]) != bool(has[unit])
-            assert found == (sorted({*wanted, *range(n - LOCAL, n + 5 - LOCAL)}) if has[unit] else [])
 
 
 @pytest.mark.parametrize(("n", "q_len"), [(700, 700), (6000, 900)])

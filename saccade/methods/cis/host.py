@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from saccade.methods.cis.anchors import Anchors
-from saccade.methods.cis.host_passing import Passing
-from saccade.methods.cis.recorded import AHEAD
+from saccade.methods.cis.recorded import AHEAD, reference_alone
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.ops.cpu_readings import Shared
@@ -39,21 +38,21 @@ class HostAnchors(HostState):
         self._counts = torch.tensor([one.count for one in self._anchors], device="cpu")
         self._window = torch.zeros(layers, 2, dtype=torch.int64, device="cpu")
         self._cones: tuple[WindowMethod | None, list[Cone | None]] = None, [None] * layers
-        self._chosen_for = 0  # keys that the row of the step at hand sees, if it leaves some out
-        self._passing: Passing | None = None
-        self._copies = method.chains or any(own.passes_on() for own in self._anchors)
         self._make_room(opening.length)
-        if self._copies:
-            self._passing = Passing(self._anchors, method.local, method.cover_gap)
-            self._counts[:] = self._anchors[0].count
         super().__init__(opening)
 
     @classmethod
-    def serves(cls, opening: Opening) -> bool:
-        """Whether every layer knows its anchors, all of one block of steps."""
-        states = opening.states
-        known = all(state is not None and state.block == states[0].block for state in states)
-        return known and opening.kv.pool.format.head_dim % 16 == 0
+    def why_not(cls, opening: Opening, method: CIS) -> str | None:
+        """Why the kernels do not serve ``method`` from here on; None where they do."""
+        if (reason := reference_alone(method)) is not None:
+            return reason
+        states, head_dim = opening.states, opening.kv.pool.format.head_dim
+        if head_dim % 16:
+            return f"they read heads of a multiple of 16 channels, not of {head_dim}"
+        if any(state is None or state.block != states[0].block for state in states):
+            return "layers know anchors of several blocks of steps"
+        passing = any(state.anchors is not None and state.anchors.passes_on() for state in states)
+        return "some queries have passed on what they shared (anchors=any)" if passing else None
 
     def lay_out(self) -> None:
         self.layers = [
@@ -79,7 +78,6 @@ class HostAnchors(HostState):
         method, best = self._method, self._method.budget(length)
         if method.too_short(length):
             return None
-        self._chosen_for = length
         self._begin(length)
         self._look_through(window, length)
         keys = native.SharedKeys(
@@ -88,7 +86,6 @@ class HostAnchors(HostState):
             local=method.local,
             best=best,
             tau=method.tau,
-            cover_gap=method.cover_gap,
             follow=method.follow or 0,
             reach=method.r,
             spread=method.spread(length),
@@ -101,23 +98,11 @@ class HostAnchors(HostState):
         self.lay_out()
 
     @torch.inference_mode()
-    def done(self, length: int) -> None:
-        if self._method.chains and self._passing is not None and self._chosen_for == length:
-            at = self._anchors[0].count
-            self._passing.add(at, length - 1, self._method.tau, self._counts > at)
-            self._counts[:] = at + 1
-            self._take_counts()
-        super().done(length)
-
-    @torch.inference_mode()
     def settle(self, length: int) -> list[CISState]:
-        if not self._method.chains:
-            self._take_counts()
+        self._take_counts()
         for state, own in zip(self.states, self._anchors):
             state.block, state.anchors, state.fresh = self._block, own, None
             own.first = int(own.positions[0]) if own.count else own.first
-        if self._passing is not None:
-            self._passing.settle()
         return self.states
 
     def _begin(self, length: int) -> None:
@@ -128,8 +113,6 @@ class HostAnchors(HostState):
             self._block = block
             self._counts.zero_()
             self._take_counts()
-            if self._passing is not None:
-                self._passing.forget()
         elif int(self._counts.max()) >= min(len(own.positions) for own in self._anchors):
             with torch.inference_mode():
                 self._take_counts()
@@ -153,8 +136,6 @@ class HostAnchors(HostState):
     def _make_room(self, length: int) -> None:
         self.room = length + AHEAD
         capacity, most = self._method.room(self.room)
-        if self._copies:  # they take in what leaves the window within a block
-            capacity = min(self.room, capacity + self._method.s)
         for own in self._anchors:
             own.widen(capacity, most)
         self._reserve()
@@ -162,5 +143,3 @@ class HostAnchors(HostState):
     def _reserve(self) -> None:
         for own in self._anchors:
             own.reserve()
-        if self._passing is not None:
-            self._passing.stack()

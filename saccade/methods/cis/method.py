@@ -151,16 +151,10 @@ class CIS(Method):
         how = self.tau, self.local, n, self.cover_gap, moves, self.chains
         offsets, shared, searching = share(anchors, asked, *how)
         query.cost.estimated += anchors.count
-        if _late(query):  # only the device knows who searches, and asking would make the host wait
-            share_of = searching.double().mean()
-            query.cost.add_late(scored=n * share_of, searches=shape.heads * share_of)
-            query.cost.searches = 0
-            state.fresh = searching
-        else:
-            searches = int(searching.sum())
-            query.cost.scored += round(n * searches / units)
-            query.cost.searches = searches * shape.heads // units
-            state.fresh = searching if searches else None
+        searches = int(searching.sum())
+        query.cost.scored += round(n * searches / units)
+        query.cost.searches = searches * shape.heads // units
+        state.fresh = searching if searches else None
         k_of = torch.where(searching, k, n)
         gap = n - 1 - anchors.first if anchors.count else 0
         moved = anchors.most * (2 * min(moves[0], n) + 1)
@@ -220,13 +214,13 @@ class CIS(Method):
         return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return DevicePlan.alike(self, spec, SharedKeys.of(self, spec)) if self.by == "query" else None
+        return DevicePlan.alike(self, spec, SharedKeys.of(self)) if self.by == "query" else None
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedAnchors(opening, self)
 
     def host_state(self, opening: Opening) -> HostState | None:
-        return HostAnchors(opening, self) if self.by == "query" and HostAnchors.serves(opening) else None
+        return HostAnchors(opening, self) if HostAnchors.why_not(opening, self) is None else None
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors
@@ -244,8 +238,3 @@ class CIS(Method):
         keep(anchors, selection, weights, searching, n - 1, middle, best, self.r, passes_on=self.chains)
         if query.window is not None:
             leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))
-
-
-def _late(query: Query) -> bool:
-    """Whether the counts of a step come later than its selection."""
-    return query.q.is_cuda

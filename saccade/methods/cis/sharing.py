@@ -1,23 +1,20 @@
 """Keys that one query retrieved, shared with later ones that resemble it (CIS; docs/algorithms.md 5.2, 5.3).
 
-The functions here are the meaning; the C++ kernels do the same where they can.
+The functions here are the meaning. On a CPU the kernels of csrc/sharing.cpp do the same, here and within a step of
+many rows (host.py), where nobody passes on and nothing is left out (recorded.reference_alone).
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from saccade.methods.cis.anchors import NONE, Anchors
-from saccade.ops import cpu, triton
+from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.layout import flat, rows
 from saccade.selection import Tokens
 from saccade.selection.csr import offsets_of
-
-ALL_ALIKE = -2.0  # below every cosine
 
 
 def share(
@@ -42,28 +39,19 @@ def share(
     """
     anchors.reserve()
     direction = anchors.directions[anchors.count]
-    in_kernel = q.shape[1] % 16 == 0 and _serves(anchors, q) is None
-    if in_kernel and not passes_on and not anchors.passes_on():
-        return _share_in_kernel(anchors, q, tau, local, length, cover_gap, moves)
-    if q.is_cuda and triton.available():
-        from saccade.methods.cis import triton_sharing
-
-        return triton_sharing.share(anchors, q, tau, local, length, cover_gap, moves, passes_on)
+    plain = cover_gap and not passes_on and q.shape[1] % 16 == 0
+    if plain and _why_not(anchors, q) is None and not anchors.passes_on():
+        return _share_in_kernel(anchors, q, tau, local, length, moves)
     asked = q.float().reshape(direction.shape)
     direction.copy_(asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38))
     device = direction.device
-    whose = torch.full((anchors.units,), -1, device=device)
-    for number in range(anchors.count):
-        alike = anchors.has[number] & ((direction * anchors.directions[number]).sum(-1) > tau)
-        whose = torch.where(alike, number, whose)
+    alike = anchors.has[: anchors.count] & ((direction * anchors.directions[: anchors.count]).sum(-1) > tau)
+    numbers = torch.arange(1, anchors.count + 1, device=device)[:, None]
+    whose = torch.cat([numbers.new_zeros(1, anchors.units), alike * numbers]).amax(0) - 1
     searching, unit = whose < 0, torch.arange(anchors.units, device=device)
     whose = anchors.retrieving(whose.clamp(min=0))
     if passes_on:
         anchors.counts[anchors.count] = (-1 - whose).masked_fill(searching, 0)
-    if in_kernel:  # it takes whatever list is left to each unit: that of the one that retrieved
-        numbers = torch.arange(len(anchors.positions), device=device)[:, None]
-        named = replace(anchors, has=(numbers == whose) & ~searching)
-        return _share_in_kernel(named, q, ALL_ALIKE, local, length, cover_gap, moves)
     keys = anchors.keys[whose, unit]
     listed = torch.arange(anchors.capacity, device=device) < anchors.counts[whose, unit][:, None]
     if cover_gap:
@@ -125,12 +113,7 @@ def _keep_lists(
 ) -> None:
     """See ``keep``: write the lists behind the last anchor."""
     at = anchors.count
-    if weights.is_cuda and triton.available():
-        from saccade.methods.cis import triton_sharing
-
-        triton_sharing.keep(anchors, at, searching, read, weights, middle, best, reach)
-        return
-    if _serves(anchors, weights) is None:
+    if _why_not(anchors, weights) is None:
         anchors.check()
         weights, searching = rows(weights), flat(searching, torch.bool)
         offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
@@ -176,7 +159,7 @@ def leave_out(anchors: Anchors, hidden: tuple[int, int]) -> None:
 
 
 def _share_in_kernel(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool, moves: tuple[int, int]
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, moves: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     units, count, follow = anchors.units, anchors.count, min(moves[0], length)
     anchors.check()
@@ -202,7 +185,6 @@ def _share_in_kernel(
             head_stride=q.stride(0),
             head_dim=q.shape[1],
             tau=tau,
-            cover_gap=cover_gap,
             last=length - local,
             local=local,
             most=anchors.most,
@@ -218,7 +200,7 @@ def _share_in_kernel(
     return offsets, indices[: int(offsets[-1])], searching
 
 
-def _serves(anchors: Anchors, given: Tensor) -> str | None:
+def _why_not(anchors: Anchors, given: Tensor) -> str | None:
     """Why the C++ kernels cannot work on ``anchors`` and ``given``; None where they can."""
     if not cpu.available():
         return cpu.why_unavailable()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
+from saccade.methods.cis.triton_row_words import W, budget_at, place_of
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_lists import put_best
@@ -16,48 +16,6 @@ from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import WORDS as BEST_WORDS
 from saccade.ops.triton.common import arrivals, begin, launched
 from saccade.ops.triton.radix_select import least_taken, taken_of
-
-
-def keep(
-    rows: LayerRows,
-    units: int,
-    searching: Tensor,
-    bounds: Tensor,
-    counts: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Make the units that are ``searching`` (int8 [rows * units]) anchors, by what they read within the ``bounds`` of
-    the choice and its ``weights`` float32 [rows * units, room]. Gives float64 [rows], keys scored a query head in the
-    mean, and query heads that searched."""
-    device = rows.q.device
-    tallied = torch.empty(2, rows.count, dtype=torch.float64, device=device)
-    marks = _marks(rows, units)
-    _keep[(units, rows.count)](
-        rows.words,
-        rows.reals,
-        rows.pages.lengths,
-        searching,
-        bounds,
-        counts,
-        indices,
-        weights,
-        marks,
-        *tallied,
-        rows.words.stride(0),
-        rows.reals.stride(0),
-        indices.shape[1],
-        weights.stride(0),
-        marks.shape[1],
-        **WORDS,
-        HEADS=rows.heads,
-        UNITS=units,
-        UNITS_PAD=triton.next_power_of_2(units),
-        SPAN=1024,
-        num_warps=8,
-        **launched(device),
-    )
-    return tallied[0], tallied[1]
 
 
 def list_and_keep(
@@ -89,7 +47,6 @@ def list_and_keep(
         scores.stride(0),
         scores.stride(1),
         marks.shape[1],
-        **WORDS,
         UNITS=units,
         PARTS=triton.next_power_of_2(best.parts),
         KNOWN_WORDS=BEST_WORDS,
@@ -125,24 +82,20 @@ def _count_bits(words):
 
 @triton.jit
 def _keep_unit(
-    own, reals, length, hid, shown, unit, read, count, line, scores, mine,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr, SCORED: tl.constexpr, UNITS: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """Make one unit an anchor by the ``count`` keys that it has ``read`` and their weights at ``line``; where it is
-    ``SCORED`` those are filled in from its ``scores`` of all keys. ``mine``: room for a bit a key. Marks the keys
+    own, reals, length, hid, shown, unit, read, count, line, scores, mine, UNITS: tl.constexpr, SPAN: tl.constexpr
+):
+    """Make one unit an anchor by the ``count`` keys that it has ``read`` and its ``scores`` of all keys, which order
+    keys as their weights do. ``line``: room for the scores of what was read; ``mine``: for a bit a key. Marks the keys
     between sinks and window that were read, and the neighbours of the heaviest, and lists the marks; none from ``hid``
     to ``shown``."""
-    sinks = tl.load(own + W_SINKS).to(tl.int32)
-    end = length - tl.load(own + W_LOCAL).to(tl.int32)
-    best = tl.load(own + W_BEST)
-    best = tl.where(best < 0, (budget_at(own, reals, length, W_K) // 3).to(tl.int64), best)
+    sinks = tl.load(own + W.sinks).to(tl.int32)
+    end = length - tl.load(own + W.local).to(tl.int32)
+    best = tl.load(own + W.best)
+    best = tl.where(best < 0, (budget_at(own, reals, length) // 3).to(tl.int64), best)
     best = tl.minimum(best, length.to(tl.int64)).to(tl.int32)
-    reach = tl.minimum(tl.load(own + W_REACH), end.to(tl.int64)).to(tl.int32)
-    capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
-    place = (place_of(own, length, W_TURN, W_STEPS, W_POS) * UNITS + unit).to(tl.int64)
+    reach = tl.minimum(tl.load(own + W.reach), end.to(tl.int64)).to(tl.int32)
+    capacity, most = tl.load(own + W.capacity), tl.load(own + W.most)
+    place = (place_of(own, length) * UNITS + unit).to(tl.int64)
     at = tl.arange(0, SPAN)
     some = tl.cdiv(end, 32)
     for start in tl.range(0, some, SPAN):
@@ -153,10 +106,8 @@ def _keep_unit(
         key = tl.load(read + start + at, mask=start + at < count, other=2147483647)
         begins += tl.sum((key < sinks).to(tl.int32), 0)
         ends += tl.sum((key < end).to(tl.int32), 0)
-        if SCORED:
-            listed = start + at < count
-            score = tl.load(scores + key, mask=listed, other=0.0)
-            tl.store(line + start + at, score, mask=listed)
+        listed = start + at < count
+        tl.store(line + start + at, tl.load(scores + key, mask=listed, other=0.0), mask=listed)
     tl.debug_barrier()  # others have put scores there
     wanted = tl.minimum(best, ends - begins)
     bound = tl.full([], 0, tl.uint32)
@@ -165,7 +116,7 @@ def _keep_unit(
         bound, spare = least_taken(line, begins, ends, 0, 0, wanted, SPAN)
     tl.debug_barrier()  # others have set the marks to zero
     level_before, listed = 0, 0
-    moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+    moving = tl.load(own + W.moving).to(tl.pointer_type(tl.int32)) + place * most
     for start in tl.range(begins, ends, SPAN):
         inside = start + at < ends
         key = tl.load(read + start + at, mask=inside, other=0)
@@ -184,7 +135,7 @@ def _keep_unit(
         tl.store(moving + start + at, tl.full([SPAN], 2147483647, tl.int32), mask=start + at < most)
     tl.debug_barrier()  # others have marked keys
     shared = 0
-    keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
+    keys = tl.load(own + W.keys).to(tl.pointer_type(tl.int32)) + place * capacity
     for start in tl.range(0, some, SPAN):
         marked = tl.load(mine + start + at, mask=start + at < some, other=0, cache_modifier=".cg")
         marked = marked.to(tl.uint32, bitcast=True)
@@ -195,47 +146,7 @@ def _keep_unit(
             here = ((marked >> bit) & 1) != 0
             tl.store(keys + number, (start + at) * 32 + bit, mask=here & (number < capacity))
             number += here.to(tl.int32)
-    tl.store(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place, tl.minimum(shared, capacity.to(tl.int32)))
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
-    do_not_specialize_on_alignment=[
-        "words",
-        "reals",
-        "lengths",
-        "searching",
-        "bounds",
-        "counts",
-        "scored",
-        "searches",
-    ],
-)
-def _keep(
-    words, reals, lengths, searching, bounds, counts, indices, weights, marks, scored, searches, word_row, real_row,
-    room, weight_row, width,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
-    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    HEADS: tl.constexpr, UNITS: tl.constexpr, UNITS_PAD: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
-    entry = row * UNITS + unit
-    if unit == 0:
-        each = tl.arange(0, UNITS_PAD)
-        some = tl.sum(tl.load(searching + row * UNITS + each, mask=each < UNITS, other=0).to(tl.int32), 0)
-        tl.store(scored + row, some.to(tl.float64) * tl.load(lengths + row) / UNITS)
-        tl.store(searches + row, some.to(tl.float64) * HEADS / UNITS)
-    if tl.load(searching + entry) != 0:
-        line = weights + entry.to(tl.int64) * weight_row
-        _keep_unit(
-            words + row.to(tl.int64) * word_row, reals + row.to(tl.int64) * real_row, tl.load(lengths + row),
-            tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), unit, indices + entry.to(tl.int64) * room,
-            tl.load(counts + entry), line, line, marks + entry.to(tl.int64) * width, W_TURN, W_STEPS, W_POS, W_K,
-            W_SINKS, W_LOCAL, W_REACH, W_BEST, W_COUNTS, W_KEYS, W_MOVING, W_CAP, W_MOST, False, UNITS, SPAN,
-        )  # fmt: skip
+    tl.store(tl.load(own + W.counts).to(tl.pointer_type(tl.int32)) + place, tl.minimum(shared, capacity.to(tl.int32)))
 
 
 @triton.jit(
@@ -256,10 +167,6 @@ def _keep(
 def _list_and_keep(
     words, reals, lengths, searching, bounds, counts, indices, scores, weights, marks, known, taken, arrived, word_row,
     real_row, room, score_row, score_unit, width,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
-    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     UNITS: tl.constexpr, PARTS: tl.constexpr, KNOWN_WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -278,7 +185,6 @@ def _list_and_keep(
                 tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), unit, indices + entry.to(tl.int64) * room,
                 tl.load(counts + entry), weights + entry.to(tl.int64) * room,
                 scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit,
-                marks + entry.to(tl.int64) * width, W_TURN, W_STEPS, W_POS, W_K, W_SINKS, W_LOCAL, W_REACH, W_BEST,
-                W_COUNTS, W_KEYS, W_MOVING, W_CAP, W_MOST, True, UNITS, 1024,
+                marks + entry.to(tl.int64) * width, UNITS, 1024,
             )  # fmt: skip
             tl.store(arrived + entry, tl.full([], 0, tl.int64))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_attending import attend_piece, merge_pieces, put_result, queries_at
-from saccade.methods.cis.triton_row_words import WORDS
+from saccade.methods.cis.triton_row_words import R, W
 from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
 from saccade.methods.cis.triton_taking import take_best
 from saccade.ops.triton.batched_rows import LayerRows, hidden_at
@@ -138,7 +138,6 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = Fal
         width,
         rows.scale * LOG2E,
         rows.softcap or 0.0,
-        **WORDS,
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=pad(per, 1),
@@ -173,10 +172,6 @@ def _choose(
     q_ptr, k_pool, v_pool, tables, words, reals, cones, lengths, counts, indices, searching, bounds, scores, scored,
     searches, arrived, part_out, part_lse, out, lse, q_row, q_head, table_stride, table_head, word_row, real_row,
     cone_row, room, width, scale_log2, softcap,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr,
-    W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PLACES: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr,
     SPAN: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
@@ -203,15 +198,12 @@ def _choose(
     found = tl.full([GROUP], -2, tl.int32)  # -1: nobody's
     position, size = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
     if length > 0:
-        chooses, at, first, last, take = searchable_at(
-            own, reals, length, low, high, W_TURN, W_STEPS, W_POS, W_K, W_SINKS, W_LOCAL
-        )
+        chooses, at, first, last, take = searchable_at(own, reals, length, low, high)
         if chooses:
-            tau = tl.load(reals).to(tl.float32)
+            tau = tl.load(reals + R.tau).to(tl.float32)
             found, position, size = resembled(
-                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_ANY, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS,
-                D, 1, D_PAD, GROUP, PLACES,
-            )  # fmt: skip
+                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, HEADS, D, D_PAD, GROUP, PLACES
+            )
     if WAIT == 1:
         begin(EARLY)
     whose = tl.max(tl.where(member[:, None] == grouped[None, :], found[None, :], -2), 1)
@@ -234,12 +226,11 @@ def _choose(
             ahead = 0
             if TILE == 0:  # noqa: SIM102 (attention wants its keys shared out evenly)
                 if (turns > 1) & (own_found >= 0):  # to look up what moved takes as long as to copy the rest
-                    ahead = tl.where(tl.load(own + W_FOLLOW) >= 0, 1, 0)
+                    ahead = tl.where(tl.load(own + W.follow) >= 0, 1, 0)
             begins, ends, straight, placed = put_shared(
                 turn - ahead, turns - ahead, turn == 0, own, ids, length, own_found,
                 tl.sum(tl.where(grouped == number, position, 0), 0), tl.sum(tl.where(grouped == number, size, 0), 0),
-                unit, first, last, low, high, W_SINKS, W_LOCAL, W_FOLLOW, W_GAP, W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS,
-                SPAN,
+                unit, first, last, low, high, HEADS, SPAN,
             )  # fmt: skip
             if WAIT == 2:
                 begin(EARLY)
@@ -270,10 +261,9 @@ def _choose(
         tl.store(bounds + row * 5 + 3, high)
         tl.store(bounds + row * 5 + 4, take)
         if length > 0:
-            has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
-            positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
-            passes_on = (whose >= 0) & (tl.load(own + W_ANY) != 0)
-            tl.store(has + at * HEADS + head, (asked | passes_on).to(tl.int8), mask=mine)
+            has = tl.load(own + W.has).to(tl.pointer_type(tl.int8))
+            positions = tl.load(own + W.positions).to(tl.pointer_type(tl.int64))
+            tl.store(has + at * HEADS + head, asked.to(tl.int8), mask=mine)
             tl.store(positions + at, length.to(tl.int64) - 1)
     if some > 0:
         _score(
@@ -291,8 +281,7 @@ def _choose(
                         line = (row * HEADS + unit).to(tl.int64)
                         placed = take_best(
                             own, reals, scores + line * width, indices + line * room, counts + line, length, at, unit,
-                            first, last, low, high, take, width, W_K, W_SINKS, W_LOCAL, W_REACH, W_BEST, W_COUNTS,
-                            W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS, HELD,
+                            first, last, low, high, take, width, HEADS, HELD,
                         )  # fmt: skip
                         if TILE > 0:
                             tl.debug_barrier()

@@ -1,32 +1,27 @@
-"""CIS in recorded steps: whom a unit's query resembles, and the list of what it then shares. Parts of kernels
-(triton_recorded.py, triton_one_launch.py); means what sharing.py means."""
+"""CIS in recorded steps: whom a head's query resembles, and the list of what it then shares. Parts of a kernel
+(triton_one_launch.py); means what sharing.py means."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from saccade.methods.cis.triton_row_words import budget_at, place_of
+from saccade.methods.cis.triton_row_words import W, budget_at, place_of
 from saccade.ops.triton.common import also
 
 PIECE: tl.constexpr = tl.constexpr(32)  # entries of a list that no two programs share
 WAYS: tl.constexpr = tl.constexpr(128)  # entries of a list that a search looks at in one go
-NONE: tl.constexpr = tl.constexpr(2147483647)  # behind every position
 
 
 @triton.jit
-def searchable_at(
-    own, reals, length, low, high,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr,
-):  # fmt: skip
+def searchable_at(own, reals, length, low, high):
     """Of a row that is no padding: whether there is something to choose; the row's step of its block; and the bounds
     of a choice, as ops.triton.batched_lists.choose_keys takes them: the first key that is none of the first ones, the
     first of the last ones, and how many between them are taken."""
-    sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
-    local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
-    k = budget_at(own, reals, length, W_K)
-    at = place_of(own, length, W_TURN, W_STEPS, W_POS)
+    sinks = tl.minimum(tl.load(own + W.sinks), 1 << 30).to(tl.int32)
+    local = tl.minimum(tl.load(own + W.local), 1 << 30).to(tl.int32)
+    k = budget_at(own, reals, length)
+    at = place_of(own, length)
     chooses = length.to(tl.int64) > sinks.to(tl.int64) + k + local
     first, last = length, length
     if chooses:
@@ -39,37 +34,32 @@ def searchable_at(
 @triton.jit
 def resembled(
     q, own, at, tau, first, count, writes, q_head,
-    W_ANY: tl.constexpr, W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_AT: tl.constexpr,
-    UNITS: tl.constexpr, HEAD: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    PLACES: tl.constexpr,
+    UNITS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Of ``count`` units from ``first`` on, int32 [GROUP] each: who retrieved what the latest anchor before step ``at``
-    of its block has that the unit's query (its row's at ``q``) resembles, -1 where there is none; where that query
-    stands, and how many keys it shares, if there is one. Who ``writes`` notes the queries' directions, and what those
-    have who pass it on. The units wait together, for one anchor
-    each. A block's first step searches, and most often no other did: its anchor is read before it is known which there
-    are, the others after that, the latest first."""
-    CHANNELS: tl.constexpr = HEAD * EACH
+    """Of ``count`` units from ``first`` on, int32 [GROUP] each: the latest anchor before step ``at`` of its block that
+    the unit's query (its row's at ``q``) resembles, -1 where there is none; where that query stands, and how many
+    keys it shares, if there is one. Who ``writes`` notes the queries' directions. The units wait together, for one
+    anchor each. A block's first step searches, and most often no other did: its anchor is read before it is known which
+    there are, the others after that, the latest first."""
     # Triton knows no alignment of an address that it loads; all are starts of tensors.
-    directions = tl.multiple_of(tl.load(own + W_DIR), 16).to(tl.pointer_type(tl.float32))
-    has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
-    sizes = tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32))
-    positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
+    directions = tl.multiple_of(tl.load(own + W.directions), 16).to(tl.pointer_type(tl.float32))
+    has = tl.load(own + W.has).to(tl.pointer_type(tl.int8))
+    sizes = tl.load(own + W.counts).to(tl.pointer_type(tl.int32))
+    positions = tl.load(own + W.positions).to(tl.pointer_type(tl.int64))
     member, channel, number = tl.arange(0, GROUP), tl.arange(0, WIDTH), tl.arange(0, PLACES)
     unit, mine = first + member, member < count
-    there = mine[:, None] & (channel < CHANNELS)[None, :]
+    there = mine[:, None] & (channel < HEAD)[None, :]
     begun = also(mine, at > 0)
     earlier = mine[:, None] & (number < at)[None, :]
     anchored = tl.load(has + number[None, :] * UNITS + unit[:, None], mask=earlier, other=0) != 0
     other = tl.load(
-        directions + unit.to(tl.int64)[:, None] * CHANNELS + channel[None, :], mask=begun[:, None] & there, other=0.0
+        directions + unit.to(tl.int64)[:, None] * HEAD + channel[None, :], mask=begun[:, None] & there, other=0.0
     )
     position = tl.load(positions + member * 0, mask=begun, other=0).to(tl.int32)
     size = tl.load(sizes + unit, mask=begun, other=0)
-    head = unit[:, None] * EACH + channel[None, :] // HEAD
-    asked = tl.load(q + head.to(tl.int64) * q_head + channel[None, :] % HEAD, mask=there, other=0.0).to(tl.float32)
+    asked = tl.load(q + unit.to(tl.int64)[:, None] * q_head + channel[None, :], mask=there, other=0.0).to(tl.float32)
     direction = asked / tl.maximum(tl.sqrt(tl.sum(asked * asked, 1)), 1e-38)[:, None]
-    line = (at * UNITS + unit).to(tl.int64) * CHANNELS
+    line = (at * UNITS + unit).to(tl.int64) * HEAD
     tl.store(directions + line[:, None] + channel[None, :], direction, mask=also(there, writes))
     opened = tl.max((anchored & (number == 0)[None, :]).to(tl.int32), 1) != 0
     found = tl.where(opened & (tl.sum(direction * other, 1) > tau), 0, -1)
@@ -79,22 +69,12 @@ def resembled(
         place = (held * UNITS + unit).to(tl.int64)
         stands = tl.load(positions + held, mask=some, other=0).to(tl.int32)
         shared = tl.load(sizes + place, mask=some, other=0)
-        other = tl.load(
-            directions + place[:, None] * CHANNELS + channel[None, :], mask=some[:, None] & there, other=0.0
-        )
+        other = tl.load(directions + place[:, None] * HEAD + channel[None, :], mask=some[:, None] & there, other=0.0)
         alike = some & (tl.sum(direction * other, 1) > tau)
         found = tl.where(alike, held, found)
         position, size = tl.where(alike, stands, position), tl.where(alike, shared, size)
         before = tl.max(tl.where(anchored & (number[None, :] < held[:, None]), number[None, :], 0), 1)
         held = tl.where(alike, 0, before)
-    passed = (found >= 0) & (size < 0)  # the anchor itself had it from one before
-    if tl.max(passed.to(tl.int32), 0) > 0:
-        found = tl.where(passed, -1 - size, found)
-        stands = tl.load(positions + found, mask=passed, other=0).to(tl.int32)
-        shared = tl.load(sizes + found * UNITS + unit, mask=passed, other=0)
-        position, size = tl.where(passed, stands, position), tl.where(passed, shared, size)
-    if tl.load(own + W_ANY) != 0:
-        tl.store(sizes + at * UNITS + unit, -1 - found, mask=also(mine & (found >= 0), writes))
     return found, position, size
 
 
@@ -139,20 +119,9 @@ def _hidden_of(start, stop, low, high):
 
 
 @triton.jit
-def anchor_at(own, found, unit, W_COUNTS: tl.constexpr, W_AT: tl.constexpr, UNITS: tl.constexpr):
-    """Where anchor ``found`` of a unit stands, and how many keys it shares; 0 below 0."""
-    position, size = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    if found >= 0:
-        position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
-        size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + found * UNITS + unit)
-    return position, size
-
-
-@triton.jit
 def put_shared(
     part, parts, follows, own, out, length, found, position, size, unit, first, last, low, high,
-    W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr, W_KEYS: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr,
+    UNITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write the list of a unit that shares the ``size`` keys of anchor ``found``, which stands at ``position``, or
     below 0 reads what ``first`` and ``last`` leave, to ``out``, by ``parts`` programs, each a piece of it; none where
@@ -167,10 +136,10 @@ def put_shared(
     end = length
     place = tl.full([], 0, tl.int64)
     if found >= 0:
-        end = length - tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)  # of what is not forced
+        end = length - tl.minimum(tl.load(own + W.local), 1 << 30).to(tl.int32)  # of what is not forced
         place = (found * UNITS + unit).to(tl.int64)
-        keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * tl.load(own + W_CAP)
-        left = tl.where(tl.load(own + W_GAP) != 0, position + 1 - (length - end), end)  # keys that were local then
+        keys = tl.load(own + W.keys).to(tl.pointer_type(tl.int32)) + place * tl.load(own + W.capacity)
+        left = position + 1 - (length - end)  # the first of the keys that were local then
         if high > low:
             at_skip = _below(keys, size, low)
             skipped = _below(keys, size, high) - at_skip
@@ -198,11 +167,11 @@ def put_shared(
     placed = straight
     if follows:  # noqa: SIM102 (scalars are not joined by `and` in a kernel)
         if found >= 0:
-            sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
-            follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)
+            sinks = tl.minimum(tl.load(own + W.sinks), 1 << 30).to(tl.int32)
+            follow = tl.minimum(tl.load(own + W.follow), length.to(tl.int64)).to(tl.int32)
             if follow >= 0:
-                most = tl.load(own + W_MOST)
-                moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+                most = tl.load(own + W.most)
+                moving = tl.load(own + W.moving).to(tl.pointer_type(tl.int32)) + place * most
                 steps = length - 1 - position
                 wide = 2 * follow + 1
                 for start in tl.range(0, most.to(tl.int32) * wide, SPAN):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.methods.cis.triton_row_words import budget_at
+from saccade.methods.cis.triton_row_words import W, budget_at
 from saccade.ops.triton.common import also
 from saccade.ops.triton.radix_select import least_held, ordered_bits
 
@@ -26,8 +26,6 @@ def _best_of(order, among, wanted):
 @triton.jit
 def take_best(
     own, reals, line, out, counted, length, at, unit, first, last, low, high, take, width,
-    W_K: tl.constexpr, W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr,
-    W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     UNITS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """List what one head reads, by its scores at ``line``, and what its anchor shares: the keys that are read between
@@ -45,16 +43,16 @@ def take_best(
     placed += length - last
     tl.store(counted, placed)
 
-    sinks = tl.load(own + W_SINKS).to(tl.int32)
-    end = length - tl.load(own + W_LOCAL).to(tl.int32)
-    best = tl.load(own + W_BEST)
-    best = tl.where(best < 0, (budget_at(own, reals, length, W_K) // 3).to(tl.int64), best)
-    reach = tl.minimum(tl.load(own + W_REACH), end.to(tl.int64)).to(tl.int32)
+    sinks = tl.load(own + W.sinks).to(tl.int32)
+    end = length - tl.load(own + W.local).to(tl.int32)
+    best = tl.load(own + W.best)
+    best = tl.where(best < 0, (budget_at(own, reals, length) // 3).to(tl.int64), best)
+    reach = tl.minimum(tl.load(own + W.reach), end.to(tl.int64)).to(tl.int32)
     middle = taken & (key >= sinks) & (key < end)
     heavy = _best_of(order, middle, tl.minimum(best, length.to(tl.int64)).to(tl.int32))
-    capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
+    capacity, most = tl.load(own + W.capacity), tl.load(own + W.most)
     place = (at * UNITS + unit).to(tl.int64)
-    moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+    moving = tl.load(own + W.moving).to(tl.pointer_type(tl.int32)) + place * most
     number = tl.cumsum(heavy.to(tl.int32), 0) - 1
     tl.store(moving + number, key, mask=heavy & (number < most))
     tl.store(moving + key, tl.full([HELD], 2147483647, tl.int32), mask=(key >= tl.max(number, 0) + 1) & (key < most))
@@ -69,11 +67,11 @@ def take_best(
         near += tl.load(line + key + away, mask=between & (key + away < width), other=0.0)
         shared = shared | (near > 0.0)
     shared = shared & between
-    keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
+    keys = tl.load(own + W.keys).to(tl.pointer_type(tl.int32)) + place * capacity
     number = tl.cumsum(shared.to(tl.int32), 0) - 1
     tl.store(keys + number, key, mask=shared & (number < capacity))
     tl.store(
-        tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place,
+        tl.load(own + W.counts).to(tl.pointer_type(tl.int32)) + place,
         tl.minimum(tl.sum(shared.to(tl.int32), 0), capacity.to(tl.int32)),
     )
     return placed

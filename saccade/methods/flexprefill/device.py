@@ -60,7 +60,7 @@ def _blocks(method: FlexPrefill, chunk: Chunk, columns: Tensor, slashes: Tensor 
     threshold = mass_threshold(shares.flatten(1), method.gamma, by_pooled) if method.flatten else None
     chunk.cost.scored += min(size, shape.q_len) * shape.k_len
     chunk.cost.estimated += shares.shape[1] * shares.shape[2]
-    known = method.known_blocks(shape) if method.mode == "fixed" else 0  # the last query blocks: true weights count
+    known = method.known_blocks(shape)  # the last query blocks: true weights count
     blocks = choose_blocks(
         shape, size, vertical, groups, shares, by_pooled, threshold, columns, known, method.gamma, *method.budget_blocks
     )

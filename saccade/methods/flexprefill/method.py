@@ -12,9 +12,6 @@ gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorith
   single row; in the query blocks of the rows looked at their true block weights count instead of the pooled ones;
 * the budget holds for the union of both directions, in tokens of every row or query block;
 * any appended chunk works: representative rows are the chunk's last ones and the block grid is anchored at position 0.
-
-``mode="paper"`` leaves Alg. 4 as printed, ``mode="reference"`` selects what the published code selects, faults included
-(modes.py).
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill.cpu import select_blocks as select_on_cpu
 from saccade.methods.flexprefill.device import select_blocks, select_lines
-from saccade.methods.flexprefill.modes import reference_blocks, token_lines, up_to_middle
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import cpu, triton
@@ -45,9 +40,7 @@ class FlexPrefill(BlockMethod):
     ``min_budget`` and, if given, at most ``max_budget`` tokens are kept per query block. ``gamma=1`` is dense.
 
     ``flatten`` chooses a query-aware head's blocks over all query blocks at once, as the paper does, so that single
-    query blocks may fall far below gamma; without it every query block reaches gamma by itself. ``pattern_rows`` and
-    ``index_rows`` say which rows decide on a head's kind and on its lines: the chunk's ``last`` ones, or those in its
-    ``middle`` (the paper's Table 8; ``mode=paper`` alone, on the torch path)."""
+    query blocks may fall far below gamma; without it every query block reaches gamma by itself."""
 
     name: ClassVar[str] = "flexprefill"
     paper: ClassVar[str] = "FlexPrefill, arXiv:2502.20766"
@@ -61,8 +54,6 @@ class FlexPrefill(BlockMethod):
     mode: str = "fixed"
     lines: str = "token"
     flatten: bool = True
-    pattern_rows: str = "last"
-    index_rows: str = "last"
 
     def __post_init__(self) -> None:
         require_number("gamma", self.gamma, 0.0, 1.0)
@@ -73,17 +64,14 @@ class FlexPrefill(BlockMethod):
             require_whole("max_budget", self.max_budget, self.block_size)
             if self.max_budget < self.min_budget:
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
-        require_choice("mode", self.mode, ("fixed", "paper", "reference"))
+        if self.mode in ("paper", "reference"):
+            raise PolicyError(
+                f"mode={self.mode} is no longer served: Alg. 4 as printed and the published code miss gamma on the "
+                "rows that they look at. Leave mode out: mode=fixed is the only one"
+            )
+        require_choice("mode", self.mode, ("fixed",))
         require_choice("flatten", self.flatten, (True, False))
         require_choice("lines", self.lines, ("token", "block"))
-        if self.mode != "fixed" and self.lines == "block":
-            raise PolicyError(f"lines={self.lines} does not go with mode={self.mode}, which says what a line is")
-        if self.mode == "reference" and not self.flatten:
-            raise PolicyError("flatten=false does not go with mode=reference, whose code knows no such choice")
-        for name in ("pattern_rows", "index_rows"):
-            require_choice(name, getattr(self, name), ("last", "middle"))
-            if getattr(self, name) != "last" and self.mode != "paper":
-                raise PolicyError(f"{name}=middle goes with mode=paper alone, not with mode={self.mode}")
         self.check_tail()
         if self.stands_in and self.lines != "block":
             raise PolicyError(
@@ -108,25 +96,16 @@ class FlexPrefill(BlockMethod):
         shape, size = chunk.shape, self.block_size
         if shape.k_len <= max(2 * size, -(-self.min_budget // size) * size):
             return Dense(shape)
-        if self.mode == "reference":
-            return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
         if self.gamma >= 1.0:
             return Dense(shape)
         by_block = self.lines == "block"
-        elsewhere = "middle" in (self.pattern_rows, self.index_rows)
-        if chunk.q.is_cuda and not elsewhere and triton.serves_scores(chunk.q, chunk.kv) is None:
+        if chunk.q.is_cuda and triton.serves_scores(chunk.q, chunk.kv) is None:
             return (select_blocks if by_block else select_lines)(self, chunk)
         if by_block and cpu.serves(chunk.q, chunk.kv) is None:
             return select_on_cpu(self, chunk)
         pooled = mean_keys(chunk.kv, size)
-        wheres = (self.pattern_rows, self.index_rows)
-        looked = {"last": chunk, "middle": up_to_middle(chunk, size)} if elsewhere else {"last": chunk}
-        sums = {where: self._sums(looked[where]) for where in dict.fromkeys(wheres)}
-        seen = looked[self.pattern_rows]
-        own = mean_keys(seen.kv, size) if self.pattern_rows == "middle" else pooled
-        query_aware = self._divergence(seen, own, sums[self.pattern_rows][0]) < self.tau
-        unseen = shape.k_len - looked[self.index_rows].shape.k_len
-        columns, slashes = (pad(one, (0, unseen)) for one in sums[self.index_rows])
+        columns, slashes = self._sums(chunk)
+        query_aware = self._divergence(chunk, pooled, columns) < self.tau
         by_blocks = torch.ones_like(query_aware) if by_block else query_aware
         first = shape.q_start // size
         q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
@@ -192,8 +171,7 @@ class FlexPrefill(BlockMethod):
         chunk.cost.estimated += q_blocks * k_blocks // shape.heads
         shares = torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1)
         needed = needed_shares(shares.flatten()).view_as(shares) if self.flatten else needed_shares(shares)
-        if self.mode == "fixed":
-            needed[-self.known_blocks(shape) :] = needed_shares(block_sums(columns, size))
+        needed[-self.known_blocks(shape) :] = needed_shares(block_sums(columns, size))
         return needed
 
     def known_blocks(self, shape: Shape) -> int:
@@ -219,3 +197,24 @@ class FlexPrefill(BlockMethod):
 def _block_distance(first: int, q_blocks: int, k_blocks: int, device: torch.device) -> Tensor:
     """Query block minus key block, int64 [q_blocks, k_blocks] on ``device``."""
     return (first + torch.arange(q_blocks, device=device))[:, None] - torch.arange(k_blocks, device=device)[None, :]
+
+
+def token_lines(
+    vertical: Tensor, slash: Tensor, gamma: float, block_size: int, least: int, most: int | None
+) -> tuple[Tensor, Tensor]:
+    """Alg. 3, token by token: (columns, distances), bool [heads, n] each.
+
+    ``vertical``, ``slash`` [heads, n]: the gamma from which on a column or a distance is wanted. The first
+    ``block_size`` columns and distances stand for the first and the diagonal block, which are always read. A row reads
+    a key a line at most, so at least ``least`` and at most ``most`` lines hold the budget of its tokens, both
+    directions together; they come and go in the order in which a growing gamma would add them.
+    """
+    n = vertical.shape[1]
+    needed = torch.cat([vertical, slash], 1)
+    forced = torch.arange(n, device=needed.device).repeat(2) < block_size
+    wanted = needed < max(gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
+    keep = forced | wanted
+    if most is not None or least > 0:
+        order = needed.masked_fill(forced, -1.0)
+        keep = forced | (wanted & among_least(order, 2 * n if most is None else most)) | among_least(order, least)
+    return keep[:, :n], keep[:, n:]

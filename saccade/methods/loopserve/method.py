@@ -278,7 +278,7 @@ class LoopServe(Method):
         return top_places(torch.cat([columns, slashes], 1), self.budget)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return None if self.answer_rows else DevicePlan.alike(self, spec, ChosenLines.of(self, spec))
+        return None if self.answer_rows else DevicePlan.alike(self, spec, ChosenLines.of(self))
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLines(opening, self)

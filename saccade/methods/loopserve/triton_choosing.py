@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from saccade.methods.loopserve.triton_recorded import Due, observed_of
+from saccade.methods.loopserve.triton_recorded import Due, W, observed_of
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
@@ -19,16 +19,16 @@ KEYS = 64  # scored in one go
 SPLITS = 16  # parts of the keys over which rows' log-sum-exps are found
 
 
-def choose_lines(rows: LayerRows, units: int, every: int, due: Due) -> None:
+def choose_lines(rows: LayerRows, every: int, due: Due) -> None:
     """Choose the lines of those whose turn it is, from the queries of the last ``every`` steps."""
-    device, width = rows.q.device, rows.pages.longest
+    device, width, units = rows.q.device, rows.pages.longest, rows.kv_heads
     per = rows.heads // units
     tile = min(64, pad(per * every))
     tiles = triton.cdiv(per * every, tile)
     logs = torch.empty(rows.count * units, tiles * tile, SPLITS, dtype=torch.float32, device=device)
     static = {
-        "HEADS": rows.heads, "KV_HEADS": rows.kv_heads, "UNITS": units, "D": rows.q.shape[2],
-        "D_PAD": pad(rows.q.shape[2]), "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": KEYS,
+        "HEADS": rows.heads, "KV_HEADS": units, "D": rows.q.shape[2], "D_PAD": pad(rows.q.shape[2]),
+        "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": KEYS,
         "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "num_warps": 4,
         "num_stages": 2 if pad(rows.q.shape[2]) * rows.q.element_size() > 256 else 3, **launched(device),
     }  # fmt: skip
@@ -65,9 +65,9 @@ def _asked(
     which = seen - 1 - (count - 1 - at) * seen // tl.maximum(count, 1)
     position = length - seen + which
     head = unit * PER + number // tl.maximum(count, 1)
-    every = tl.load(own + 2).to(tl.int32)
+    every = tl.load(own + W.every).to(tl.int32)
     channel = tl.arange(0, D_PAD)
-    queries = tl.load(own + 10).to(tl.pointer_type(ELEMENT))
+    queries = tl.load(own + W.queries).to(tl.pointer_type(ELEMENT))
     q = tl.load(
         queries + ((position % every) * HEADS + head).to(tl.int64)[:, None] * D + channel[None, :],
         mask=real[:, None] & (channel < D)[None, :],
@@ -82,18 +82,17 @@ def _asked(
 )
 def _row_logs(
     k_pool, tables, lengths, words, now, logs, table_row, table_head, word_row, scale_log2, softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     split, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(now + row) != 0:
-        PER: tl.constexpr = HEADS // UNITS
-        kv_head = unit * PER // (HEADS // KV_HEADS)
+        PER: tl.constexpr = HEADS // KV_HEADS
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row
-        table = tables + row.to(tl.int64) * table_row + kv_head.to(tl.int64) * table_head
+        table = tables + row.to(tl.int64) * table_row + unit.to(tl.int64) * table_head
         channel = tl.arange(0, D_PAD)
         for tile in tl.range(0, TILES):
             q, position, real = _asked(own, length, tile, unit, k_pool.dtype.element_ty, HEADS, PER, D, D_PAD, TILE)
@@ -101,7 +100,7 @@ def _row_logs(
             weight = tl.zeros([TILE], tl.float32)
             for part in tl.range(split, tl.cdiv(length, KEYS), SPLITS):
                 key = part * KEYS + tl.arange(0, KEYS)
-                at = pool_rows(table, key, key < length, kv_head, KV_HEADS, PAGE)
+                at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
                 k = tl.load(
                     k_pool + at[:, None] * D + channel[None, :],
                     mask=(key < length)[:, None] & (channel < D)[None, :],
@@ -115,7 +114,7 @@ def _row_logs(
                 weight = weight * tl.exp2(top - anchor) + tl.sum(tl.exp2(score - anchor[:, None]), 1)
                 top = higher
             log = tl.where(weight > 0.0, top + tl.log2(tl.where(weight > 0.0, weight, 1.0)), float("-inf"))
-            to = logs + ((row * UNITS + unit) * TILES + tile).to(tl.int64) * TILE * SPLITS
+            to = logs + ((row * KV_HEADS + unit) * TILES + tile).to(tl.int64) * TILE * SPLITS
             tl.store(to + tl.arange(0, TILE) * SPLITS + split, log)
 
 
@@ -137,7 +136,7 @@ def _whole_log(logs, entry, place, there, LINES: tl.constexpr, SPLITS: tl.conste
 )
 def _line_sums(
     k_pool, tables, lengths, words, now, logs, sums, table_row, table_head, word_row, scale_log2, softcap, width,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, PER_PAD: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -145,20 +144,19 @@ def _line_sums(
     begin(EARLY)
     unit, row, by_distance = tl.program_id(1), tl.program_id(2) // 2, tl.program_id(2) % 2
     if tl.load(now + row) != 0:
-        PER: tl.constexpr = HEADS // UNITS
+        PER: tl.constexpr = HEADS // KV_HEADS
         LINES: tl.constexpr = TILES * TILE
-        kv_head = unit * PER // (HEADS // KV_HEADS)
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row
-        entry = (row * UNITS + unit).to(tl.int64)
-        table = tables + row.to(tl.int64) * table_row + kv_head.to(tl.int64) * table_head
+        entry = (row * KV_HEADS + unit).to(tl.int64)
+        table = tables + row.to(tl.int64) * table_row + unit.to(tl.int64) * table_head
         channel = tl.arange(0, D_PAD)
         seen, count = observed_of(own, length)
         out = sums + entry * width
         if by_distance == 0:
             for part in tl.range(tl.program_id(0), tl.cdiv(length - 1, KEYS), tl.num_programs(0)):
                 key = part * KEYS + tl.arange(0, KEYS)
-                at = pool_rows(table, key, key < length, kv_head, KV_HEADS, PAGE)
+                at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
                 k = tl.load(
                     k_pool + at[:, None] * D + channel[None, :],
                     mask=(key < length)[:, None] & (channel < D)[None, :],
@@ -173,11 +171,10 @@ def _line_sums(
                     score = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
                     seen_keys = (key[None, :] <= position[:, None]) & real[:, None]
                     total += tl.sum(tl.where(seen_keys, tl.exp2(score - log[:, None]), 0.0), 0)
-                forced = (tl.load(own + 6) != 0) & ((key < tl.load(own + 7)) | (key >= length - seen))
-                tl.store(out + key, tl.where(forced, float("inf"), total), mask=key < length - 1)
-        elif tl.load(own + 8) != 0:
-            every = tl.load(own + 2).to(tl.int32)
-            queries = tl.load(own + 10).to(tl.pointer_type(k_pool.dtype.element_ty))
+                tl.store(out + key, total, mask=key < length - 1)
+        else:
+            every = tl.load(own + W.every).to(tl.int32)
+            queries = tl.load(own + W.queries).to(tl.pointer_type(k_pool.dtype.element_ty))
             member = tl.arange(0, PER_PAD)
             mine = member < PER
             for part in tl.range(tl.program_id(0), tl.cdiv(length, KEYS), tl.num_programs(0)):
@@ -187,7 +184,7 @@ def _line_sums(
                     position = length - seen + seen - 1 - (count - 1 - number) * seen // count
                     key = position - distance
                     there = key >= 0
-                    at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)
+                    at = pool_rows(table, key, there, unit, KV_HEADS, PAGE)
                     k = tl.load(
                         k_pool + at[:, None] * D + channel[None, :],
                         mask=there[:, None] & (channel < D)[None, :],
@@ -215,8 +212,8 @@ def _line_bounds(lengths, words, now, bounds, word_row, EARLY: tl.constexpr):
     if tl.load(now + row) != 0:
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row
-        take = tl.load(own + 4).to(tl.int32)
-        count = length - 1 + tl.where(tl.load(own + 8) != 0, length, 0)
+        take = tl.load(own + W.budget).to(tl.int32)
+        count = 2 * length - 1
     tl.store(bounds + row * 5, 0)
     tl.store(bounds + row * 5 + 1, count)
     tl.store(bounds + row * 5 + 2, 0)
@@ -237,8 +234,8 @@ def _choose_lines(
     entry = row * UNITS + unit
     if tl.load(now + row) != 0:
         own = words + row.to(tl.int64) * word_row
-        budget = tl.load(own + 4).to(tl.int32)
-        out = tl.load(own + 11).to(tl.pointer_type(tl.int32)) + unit.to(tl.int64) * budget
+        budget = tl.load(own + W.budget).to(tl.int32)
+        out = tl.load(own + W.chosen).to(tl.pointer_type(tl.int32)) + unit.to(tl.int64) * budget
         first, last, _low, _high, wanted, between = bounds_at(bounds, entry, UNITS)
         begins, ends = part_at(first, last, part, SPAN)
         if (wanted > 0) & (begins < ends):

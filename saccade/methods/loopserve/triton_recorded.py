@@ -10,14 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.loopserve.recorded import Words
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.state_words import places
 
-# Words of a row: numbers, then the addresses of the last queries [n_d, heads, head_dim], int32 lines [units, budget]
-# and int64 [1], the length at which they were chosen.
-TURN, FIRST, EVERY, AT_START, BUDGET, OBSERVED, FORCE, SINKS, SLASHES, KNOWN = range(10)
-QUERIES, CHOSEN, UNTIL = range(10, 13)
+W = places(Words)
 
 
 class Due(NamedTuple):
@@ -44,9 +43,9 @@ def remember(rows: LayerRows) -> Due:
     return due
 
 
-def line_lists(rows: LayerRows, units: int, due: Due, room: int) -> KeyLists:
+def line_lists(rows: LayerRows, due: Due, room: int) -> KeyLists:
     """What rows that have chosen read: their lines, and all keys since."""
-    device = rows.q.device
+    device, units = rows.q.device, rows.kv_heads
     room = min(room, rows.pages.longest)
     counts = torch.empty(rows.count * units, dtype=torch.int32, device=device)
     indices = torch.empty(rows.count * units, room, dtype=torch.int32, device=device)
@@ -60,8 +59,8 @@ def line_lists(rows: LayerRows, units: int, due: Due, room: int) -> KeyLists:
 @triton.jit
 def observed_of(own, length):
     """How many queries there are, and how many of them look."""
-    seen = tl.minimum(tl.load(own + 2), length.to(tl.int64) - tl.load(own + 9)).to(tl.int32)
-    most = tl.load(own + 5).to(tl.int32)
+    seen = tl.minimum(tl.load(own + W.every), length.to(tl.int64) - tl.load(own + W.known)).to(tl.int32)
+    most = tl.load(own + W.observed).to(tl.int32)
     return seen, tl.where(most > 0, tl.minimum(seen, most), seen)
 
 
@@ -79,18 +78,17 @@ def _remember(
     keys = tl.zeros([], tl.float64)
     if length > 0:
         own = words + row.to(tl.int64) * word_row
-        every = tl.load(own + 2)
+        every = tl.load(own + W.every)
         place = (length.to(tl.int64) - 1) % every
         channel = tl.arange(0, D_PAD)
         q = tl.load(q_ptr + row.to(tl.int64) * q_row + head * q_head + channel, mask=channel < D, other=0.0)
-        queries = tl.load(own + 10).to(tl.pointer_type(q_ptr.dtype.element_ty))
+        queries = tl.load(own + W.queries).to(tl.pointer_type(q_ptr.dtype.element_ty))
         tl.store(queries + (place * HEADS + head) * D + channel, q, mask=channel < D)
         if head == 0:
-            step = length.to(tl.int64) - 1 - tl.load(own)
-            late = step - tl.load(own + 1)
-            turn = ((late >= 0) | (tl.load(own + 3) != 0)) & (late % every == 0) & (length > tl.load(own + 4))
+            late = length.to(tl.int64) - 1 - tl.load(own + W.turn) - tl.load(own + W.first)
+            turn = (late >= 0) & (late % every == 0) & (length > tl.load(own + W.budget))
             due = turn.to(tl.int8)
-            until = tl.load(own + 12).to(tl.pointer_type(tl.int64))
+            until = tl.load(own + W.until).to(tl.pointer_type(tl.int64))
             if turn:
                 tl.store(until, length.to(tl.int64) - 1)
                 seen, count = observed_of(own, length)
@@ -118,9 +116,9 @@ def _line_lists(
     if tl.load(chosen + row) != 0:
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row
-        budget = tl.load(own + 4).to(tl.int32)
-        until = tl.load(tl.load(own + 12).to(tl.pointer_type(tl.int64))).to(tl.int32)
-        lines = tl.load(own + 11).to(tl.pointer_type(tl.int32)) + unit.to(tl.int64) * budget
+        budget = tl.load(own + W.budget).to(tl.int32)
+        until = tl.load(tl.load(own + W.until).to(tl.pointer_type(tl.int64))).to(tl.int32)
+        lines = tl.load(own + W.chosen).to(tl.pointer_type(tl.int32)) + unit.to(tl.int64) * budget
         out = indices + entry.to(tl.int64) * room
         at = tl.arange(0, SPAN)
         columns = 0

@@ -2,8 +2,7 @@
 
 A round counts the chosen lines below every number, by which each line's new cells are known, weighs all lines,
 decides, and takes what it decided: entries are set to 0 and leave the sums of the lines that cross. Sums are whole
-numbers, so that it does not matter in which order threads add to them. One program covers one head; of a long context
-many do (triton_round_steps.py), and it does what is left.
+numbers, so that it does not matter in which order threads add to them. One program covers one head.
 """
 
 from __future__ import annotations
@@ -14,12 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.loopserve.rounds import LADDER, STEPS, UNIT
-from saccade.methods.loopserve.triton_round_steps import count_below, launch_rounds, take
 from saccade.ops.layout import flat, written
 from saccade.ops.triton.common import pad
-
-LONG = 16384  # keys from which on many programs cover a head
-ROUNDS = 64  # that are launched for it
 
 
 def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tensor:
@@ -30,7 +25,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tenso
     positions, device = flat(positions, torch.int64), weights.device
     gains = torch.empty(2, heads, n, dtype=torch.int64, device=device)  # columns, distances
     spoilt = torch.zeros(heads, dtype=torch.int32, device=device)
-    span = min(1024 if n >= LONG else 128, pad(n))
+    span = min(1024 if n >= 16384 else 128, pad(n))
     _sum_lines[(triton.cdiv(n, span), heads)](
         weights, positions, gains, spoilt, heads * n, m, n, SPAN=span, UNIT=UNIT, num_warps=4
     )
@@ -38,14 +33,10 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tenso
     upto = torch.empty(2, heads, n, dtype=torch.int32, device=device)
     worth = torch.empty(2, heads, n, dtype=torch.float64, device=device)
     fresh = torch.zeros(2, heads, n, dtype=torch.int32, device=device)
-    goals = torch.where(spoilt != 0, -1.0, share * gains[0].sum(1).double())
-    state = torch.zeros(heads, 4, dtype=torch.int64, device=device)
-    state[:, 1:3] = (spoilt == 0)[:, None]  # column 0 and distance 0, so that no row is left without keys
-    if n >= LONG:
-        launch_rounds(ROUNDS, weights, positions, gains, marks, upto, worth, fresh, goals, state, first)
+    goals = share * gains[0].sum(1).double()
     rows = pad(m)
     _rounds[(heads,)](
-        weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, state, heads * n, m, n, first,
+        weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, heads * n, m, n, first,
         ROWS=rows, LINES=max(1, 4096 // rows), SPAN=4096 if n > 2048 else 1024, LADDER=LADDER, STEPS=STEPS,
         UNIT=UNIT,
         num_warps=16 if n > 2048 else 4,
@@ -72,6 +63,44 @@ def _sum_lines(weights, positions, gains, spoilt, kind_stride, m, n, SPAN: tl.co
     tl.store(gains + kind_stride + head * n + number, by_distance, mask=number < n)
     if tl.max(broken, 0) > 0:
         tl.atomic_max(spoilt + head, 1)
+
+
+@triton.jit
+def _take(
+    weights, positions, gains, marks, fresh, count, kind_stride, m, n,
+    KIND: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Recover the ``count`` lines of a kind that are listed: their weight, which they and the lines that cross them
+    lose."""
+    row = tl.arange(0, ROWS)
+    position = tl.load(positions + row, mask=row < m, other=-1)[None, :]
+    recovered = tl.zeros([], tl.int64)
+    for start in tl.range(0, count, LINES):
+        turn = start + tl.arange(0, LINES)
+        line = tl.load(fresh + KIND * kind_stride + turn, mask=turn < count, other=0)[:, None]
+        across = position - line
+        there = (across >= 0) & (turn < count)[:, None]
+        key = across if KIND == 1 else line + across * 0
+        entry = weights + row.to(tl.int64)[None, :] * n + key
+        found = (tl.load(entry, mask=there, other=0.0).to(tl.float64) * UNIT).to(tl.int64)
+        tl.atomic_add(gains + (1 - KIND) * kind_stride + across, -found, mask=there & (found != 0), sem="relaxed")
+        recovered += tl.sum(tl.sum(found, 1), 0)
+        tl.debug_barrier()  # several threads may hold the same entry: all have read before one writes
+        tl.store(entry, tl.zeros([LINES, ROWS], tl.float32), mask=there)
+        tl.store(marks + KIND * kind_stride + line, tl.full([LINES, 1], 1, tl.int8), mask=(turn < count)[:, None])
+    tl.debug_barrier()
+    return recovered
+
+
+@triton.jit
+def _count_below(marks, upto, n, SPAN: tl.constexpr):
+    """How many of lines 0 .. number are chosen, for every number."""
+    done = tl.zeros([], tl.int32)
+    for start in tl.range(0, n, SPAN):
+        number = start + tl.arange(0, SPAN)
+        here = tl.load(marks + number, mask=number < n, other=0).to(tl.int32)
+        tl.store(upto + number, done + tl.cumsum(here, 0), mask=number < n)
+        done += tl.sum(here, 0)
 
 
 @triton.jit
@@ -123,7 +152,7 @@ def _decide(gains, worth, fresh, n, above, floor, ahead, lacking, SPAN: tl.const
 
 @triton.jit(do_not_specialize=["kind_stride", "m", "n", "first"])
 def _rounds(
-    weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, state, kind_stride, m, n, first,
+    weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, kind_stride, m, n, first,
     ROWS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr, LADDER: tl.constexpr, STEPS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -140,23 +169,22 @@ def _rounds(
             tl.store(marks + number, tl.full([SPAN], 1, tl.int8), mask=number < n)
     else:
         goal = tl.load(goals + head)
-        recovered = tl.load(state + head * 4)
-        columns = tl.load(state + head * 4 + 1).to(tl.int32)
-        distances = tl.load(state + head * 4 + 2).to(tl.int32)
-        chosen = tl.load(state + head * 4 + 3).to(tl.int32)
+        recovered = tl.zeros([], tl.int64)
+        chosen = tl.zeros([], tl.int32)
+        columns, distances = chosen + 1, chosen + 1  # column 0 and distance 0, so that no row is left without keys
         while columns + distances > 0:
-            recovered += take(
-                weights, positions, gains, marks, fresh, 0, columns, LINES, kind_stride, m, n, 0, ROWS, LINES, UNIT
+            recovered += _take(
+                weights, positions, gains, marks, fresh, columns, kind_stride, m, n, 0, ROWS, LINES, UNIT
             )
-            recovered += take(
-                weights, positions, gains, marks, fresh, 0, distances, LINES, kind_stride, m, n, 1, ROWS, LINES, UNIT
+            recovered += _take(
+                weights, positions, gains, marks, fresh, distances, kind_stride, m, n, 1, ROWS, LINES, UNIT
             )
             chosen += columns + distances
             columns = chosen * 0
             distances = chosen * 0
             if (recovered.to(tl.float64) < goal) & (chosen < 2 * n):
-                count_below(marks, upto, n, SPAN)
-                count_below(marks + kind_stride, upto + kind_stride, n, SPAN)
+                _count_below(marks, upto, n, SPAN)
+                _count_below(marks + kind_stride, upto + kind_stride, n, SPAN)
                 tl.debug_barrier()
                 best = tl.maximum(
                     _weigh(gains, marks, upto + kind_stride, worth, n, first, SPAN),

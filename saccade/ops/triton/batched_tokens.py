@@ -18,31 +18,17 @@ KEYS, WARPS, STAGES = 64, 4, 3  # keys scored in one go
 BUSY = 16  # programs for each processor
 
 
-def score_keys(
-    rows: LayerRows,
-    units: int,
-    hidden: Tensor | None = None,
-    active: Tensor | None = None,
-    lists: KeyLists | None = None,
-    idle: Tensor | None = None,
-) -> Tensor:
+def score_keys(rows: LayerRows, units: int, lists: KeyLists | None = None, idle: Tensor | None = None) -> Tensor:
     """Float32 [rows, units, n] for ``n`` = ``rows.pages.longest``: what ranks the keys of each unit, the logit of one
-    query head or the mean of several heads' softmax weights over all keys but the ``hidden`` ones (int32 [rows, 2],
-    from, to). Only what is said of keys below a row's length counts, and of units that are ``active`` (int8 [rows *
-    units], all by default).
+    query head or the mean of several heads' softmax weights. Only what is said of keys below a row's length counts.
 
     With ``lists`` (a row of ``indices`` for each unit) only their keys are scored, each at its place in its list.
     Heads that are ``idle`` (int8 [rows * heads]) have no say."""
-    return score_heads(rows, units, hidden, active, lists, idle)[1]
+    return score_heads(rows, units, lists, idle)[1]
 
 
 def score_heads(
-    rows: LayerRows,
-    units: int,
-    hidden: Tensor | None = None,
-    active: Tensor | None = None,
-    lists: KeyLists | None = None,
-    idle: Tensor | None = None,
+    rows: LayerRows, units: int, lists: KeyLists | None = None, idle: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The logits of every head by themselves, base 2, float32 [rows, heads, n]; and what :func:`score_keys` gives."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
@@ -59,10 +45,8 @@ def score_heads(
         rows.pages.k,
         rows.pages.tables,
         rows.pages.lengths,
-        none if active is None else active,
         none if lists is None else lists.counts,
         none if lists is None else lists.indices,
-        none if hidden is None else hidden,
         scores,
         sums,
         q.stride(0),
@@ -80,9 +64,7 @@ def score_heads(
         D_PAD=pad(head_dim),
         PAGE=rows.pages.k.shape[2],
         KEYS=KEYS,
-        CHOSEN=active is not None,
         LISTED=lists is not None,
-        HIDES=hidden is not None,
         SUMS=each > 1,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
@@ -93,12 +75,11 @@ def score_heads(
     if each == 1:
         return scores, scores
     ranks = torch.empty(count, units, width, dtype=torch.float32, device=device)
-    _vote[(parts_of(count * units, width, device, active is not None), units, count)](
+    _vote[(parts_of(count * units, width, device), units, count)](
         scores,
         sums,
         ranks,
         rows.pages.lengths,
-        none if active is None else active,
         none if lists is None else lists.counts,
         none if idle is None else idle,
         width,
@@ -106,7 +87,6 @@ def score_heads(
         UNITS=units,
         EACH=each,
         SPLITS=triton.next_power_of_2(splits),
-        CHOSEN=active is not None,
         LISTED=lists is not None,
         IDLE=idle is not None,
         SPAN=batched_best.SPAN,
@@ -118,19 +98,17 @@ def score_heads(
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "width"],
-    do_not_specialize_on_alignment=["tables", "lengths", "active", "counts", "indices", "hidden", "sums"],
+    do_not_specialize_on_alignment=["tables", "lengths", "counts", "indices", "sums"],
 )
 def _score(
-    q_ptr, k_pool, tables, lengths, active, counts, indices, hidden, scores, sums, q_row, q_head, table_stride,
-    table_head, width, scale_log2, softcap,
+    q_ptr, k_pool, tables, lengths, counts, indices, scores, sums, q_row, q_head, table_stride, table_head, width,
+    scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CHOSEN: tl.constexpr,
-    LISTED: tl.constexpr, HIDES: tl.constexpr, SUMS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, LISTED: tl.constexpr,
+    SUMS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Logits, and with ``SUMS`` what each program's keys that are not hidden add to a head's softmax, as the greatest
-    logit and the sum over it. Where a program's keys lie is looked up while those before them are on their way, as
-    decode.py does."""
+    """Logits, and with ``SUMS`` what each program's keys add to a head's softmax, as the greatest logit and the sum
+    over it. Where a program's keys lie is looked up while those before them are on their way, as decode.py does."""
     begin(EARLY)
     EACH: tl.constexpr = HEADS // UNITS
     split, program, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -141,13 +119,6 @@ def _score(
         count = tl.load(counts + unit)
         ids = indices + unit.to(tl.int64) * width
     mine = tl.arange(0, PER_PAD)
-    if CHOSEN:
-        who = row * UNITS + (program * PER + mine) // EACH
-        asked = tl.load(active + who, mask=mine < PER, other=0).to(tl.int32)
-        count = tl.where(tl.max(asked, 0) != 0, count, 0)
-    low, high = 0, 0
-    if HIDES:
-        low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
     tiles = tl.cdiv(count, KEYS)
     if (split < tiles) | SUMS:
         kv_head = program * PER // (HEADS // KV_HEADS)
@@ -177,8 +148,7 @@ def _score(
             found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
             tl.store(out + here[None, :], found, mask=(mine < PER)[:, None] & (here < count)[None, :])
             if SUMS:
-                seen = (here < count) & ((here < low) | (here >= high))
-                found = tl.where(seen[None, :], found, float("-inf"))
+                found = tl.where((here < count)[None, :], found, float("-inf"))
                 higher = tl.maximum(top, tl.max(found, 1))
                 anchor = tl.where(higher == float("-inf"), 0.0, higher)
                 weight = weight * tl.exp2(top - anchor) + tl.sum(tl.exp2(found - anchor[:, None]), 1)
@@ -199,12 +169,12 @@ def _key(ids, number, count, LISTED: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["width", "splits"],
-    do_not_specialize_on_alignment=["ranks", "lengths", "active", "counts", "idle"],
+    do_not_specialize_on_alignment=["ranks", "lengths", "counts", "idle"],
 )
 def _vote(
-    scores, sums, ranks, lengths, active, counts, idle, width, splits,
-    UNITS: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
-    IDLE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    scores, sums, ranks, lengths, counts, idle, width, splits,
+    UNITS: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr, IDLE: tl.constexpr,
+    SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of the softmax weights of a unit's heads."""
     begin(EARLY)
@@ -212,8 +182,6 @@ def _vote(
     count = tl.load(lengths + row)
     if LISTED:
         count = tl.load(counts + row * UNITS + unit)
-    if CHOSEN:
-        count = tl.where(tl.load(active + row * UNITS + unit) != 0, count, 0)
     at = tl.arange(0, SPAN)
     split = tl.arange(0, SPLITS)
     first = (row * UNITS + unit).to(tl.int64) * EACH

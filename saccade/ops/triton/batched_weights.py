@@ -13,19 +13,9 @@ from saccade.ops.triton.decode import KeyLists
 KEYS = 64
 
 
-def weigh_lists(
-    rows: LayerRows,
-    lists: KeyLists,
-    lse: Tensor,
-    out: Tensor,
-    starts: Tensor | None = None,
-    active: Tensor | None = None,
-    each: bool = False,
-) -> None:
+def weigh_lists(rows: LayerRows, lists: KeyLists, lse: Tensor, out: Tensor, starts: Tensor) -> None:
     """Softmax weights over ``lists`` of keys, whose log-sum-exp is ``lse`` [rows, heads]. The weight of entry ``e`` of
-    list ``l``, meaned over its query heads, goes to place ``starts[l] + e`` of 4-byte entries from ``out`` on, by
-    default to ``out`` float32 [lists, longest]. With ``each`` every head's weight goes to ``out`` float32 [rows *
-    heads, longest] instead. Of lists that are not ``active`` (int8 [lists]) nothing is written."""
+    list ``l``, meaned over its query heads, goes to place ``starts[l] + e`` of 4-byte entries from ``out`` on."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     units, kv_heads = lists.units, rows.kv_heads
@@ -45,8 +35,7 @@ def weigh_lists(
         lists.indices,
         lse,
         out,
-        none if starts is None else starts,
-        none if active is None else active,
+        starts,
         q.stride(0),
         q.stride(1),
         *rows.pages.table_strides,
@@ -63,9 +52,6 @@ def weigh_lists(
         PAGE=rows.pages.k.shape[2],
         KEYS=KEYS,
         SPACED=lists.starts is None,
-        PLACED=starts is not None,
-        CHOSEN=active is not None,
-        EACH=each,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
         num_warps=4,
@@ -75,30 +61,25 @@ def weigh_lists(
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "longest"],
-    do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices", "lse", "placed", "active"],
+    do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices", "lse", "placed"],
 )
 def _weigh(
-    q_ptr, k_pool, tables, lengths, starts, counts, indices, lse, out, placed, active, q_row, q_head, table_stride,
-    table_head, longest, scale_log2, softcap,
+    q_ptr, k_pool, tables, lengths, starts, counts, indices, lse, out, placed, q_row, q_head, table_stride, table_head,
+    longest, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPACED: tl.constexpr,
-    PLACED: tl.constexpr, CHOSEN: tl.constexpr, EACH: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     program, row = tl.program_id(1), tl.program_id(2)
     entry = row * UNITS + program * PER // (HEADS // UNITS)
     count = tl.load(counts + entry).to(tl.int32)
-    if CHOSEN:
-        count = tl.where(tl.load(active + entry) != 0, count, 0)
     if tl.load(lengths + row) == 0:
         count = 0
     ids = indices + entry.to(tl.int64) * longest
     if not SPACED:
         ids = indices + tl.load(starts + entry)
-    to = out + entry.to(tl.int64) * longest
-    if PLACED:
-        to = out + tl.load(placed + entry)
+    to = out + tl.load(placed + entry)
     kv_head = program * PER // (HEADS // KV_HEADS)
     table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     mine = tl.arange(0, PER_PAD)
@@ -126,9 +107,5 @@ def _weigh(
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)
         found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         weight = tl.exp2(found - total[:, None])
-        if EACH:
-            line = out + (row * HEADS + head).to(tl.int64)[:, None] * longest + number[None, :]
-            tl.store(line, weight, mask=(mine < PER)[:, None] & valid[None, :])
-        else:
-            mean = tl.sum(tl.where((mine < PER)[:, None], weight, 0.0), 0) / PER
-            tl.store(to + number, mean, mask=valid)
+        mean = tl.sum(tl.where((mine < PER)[:, None], weight, 0.0), 0) / PER
+        tl.store(to + number, mean, mask=valid)

@@ -52,7 +52,7 @@ def width_of(m: int) -> int:
 
 
 def kept_lines(mass: Tensor, gamma: float, forced: int, least: int, most: int | None) -> tuple[Tensor, Tensor]:
-    """FlexPrefill's Alg. 3 by token (``methods.flexprefill.modes.token_lines``) from ``mass`` fp32 [2, heads, n], the
+    """FlexPrefill's Alg. 3 by token (``methods.flexprefill.method.token_lines``) from ``mass`` fp32 [2, heads, n], the
     weight by column and by distance: two bool [heads, n].
 
     Everything is decided in order of falling weight; only the ``max(least, most)`` heaviest lines of a kind can be
