@@ -1,9 +1,10 @@
 """What recorded decode steps know of one sequence: numbers, and memory of its own that kernels find by address.
 
 A method's readings (selection.plan.OwnReading) get, a row and layer each, so many ``words`` and ``reals``: numbers of
-the method, and addresses of tensors that the state holds. What kernels write is idempotent: a step that broke off and
-runs again, here or on the host path, finds what it would have found at first. So a kernel overwrites what belongs to
-its own position, and what cannot be overwritten (a sum) is done by the step after.
+the method, and addresses of tensors that the state holds, by names that host and kernels share
+(ops/triton/state_words.py). What kernels write is idempotent: a step that broke off and runs again, here or on the host
+path, finds what it would have found at first. So a kernel overwrites what belongs to its own position, and what cannot
+be overwritten (a sum) is done by the step after.
 """
 
 from __future__ import annotations
