@@ -1,6 +1,5 @@
 // Decode over lists, and LFPS's tables: the Python side keeps the tensors alive.
 #include "bindings.h"
-#include "join_blocks.h"
 
 namespace nb = nanobind;
 
@@ -65,34 +64,11 @@ void draw(const KernelSet& set, int threads, const Pool& pool, const BlockTable&
     run(set.draw, call);
 }
 
-void sink_share(const KernelSet& set, const Pool& pool, const BlockTable& table, const Queries& queries,
-                const SinkShare& share) {
-    SinkShare call = share;
-    call.attention = decode_row(1, pool, table, queries);
-    run(set.sink_share, call);
-}
-
-void probe(const KernelSet& set, const Pool& pool, const BlockTable& table, const Queries& queries,
-           const Probes& probes) {
-    Probes call = probes;
-    call.attention = decode_row(1, pool, table, queries);
-    check_lists(call.attention, call.units);
-    run(set.probe, call);
-}
-
-void scan_tables(const KernelSet& set, const ScoreTables& tables, const TableScan& scan) {
-    TableScan call = scan;
-    call.tables = tables;
-    run(set.scan_tables, call);
-}
-
 void learn_tables(const KernelSet& set, const ScoreTables& tables, const TableGain& gain) {
     TableGain call = gain;
     call.tables = tables;
     run(set.learn_tables, call);
 }
-
-void join(const JoinBlocks& call) { run(&join_blocks, call); }
 
 }  // namespace
 
@@ -135,14 +111,6 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
          field<&HashDraw::starts>("starts"), field<&HashDraw::order>("order").or_null(),
          field<&HashDraw::counts>("counts"), field<&HashDraw::offsets>("offsets"),
          field<&HashDraw::indices>("indices"), field<&HashDraw::bias>("bias")});
-    bind_struct<SinkShare>(m, "SinkShare",
-                           {field<&SinkShare::sinks>("sinks"), field<&SinkShare::local>("local"),
-                            field<&SinkShare::mean_key>("mean_key"), field<&SinkShare::spread>("spread"),
-                            field<&SinkShare::log_count>("log_count"), field<&SinkShare::lse>("lse")});
-    bind_struct<Probes>(m, "Probes",
-                        {field<&Probes::units>("units").at_least(1), field<&Probes::count>("count"),
-                         field<&Probes::offsets>("offsets"), field<&Probes::indices>("indices").or_null(),
-                         field<&Probes::at>("at").or_null(), field<&Probes::keys>("keys"), field<&Probes::lse>("lse")});
     bind_struct<ScoreTables>(
         m, "ScoreTables",
         {field<&ScoreTables::units>("units").at_least(1), field<&ScoreTables::capacity>("capacity"),
@@ -150,14 +118,6 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
          field<&ScoreTables::slash>("slash").or_null(), field<&ScoreTables::vertical_max>("vertical_max").or_null(),
          field<&ScoreTables::slash_max>("slash_max").or_null(), field<&ScoreTables::sums>("sums"),
          field<&ScoreTables::scale>("scale")});
-    bind_struct<TableScan>(
-        m, "TableScan",
-        {field<&TableScan::threads>("threads").at_least(1), field<&TableScan::length>("length"),
-         field<&TableScan::stop>("stop").signed_number(), field<&TableScan::a>("a"),
-         field<&TableScan::unbounded>("unbounded"), field<&TableScan::gate>("gate").within(0, 2),
-         field<&TableScan::before>("before").signed_number(), field<&TableScan::after>("after").signed_number(),
-         field<&TableScan::base>("base"), field<&TableScan::skip>("skip").optional(),
-         field<&TableScan::offsets>("offsets"), field<&TableScan::indices>("indices")});
     bind_struct<TableGain>(
         m, "TableGain",
         {field<&TableGain::threads>("threads").at_least(1), field<&TableGain::heads>("heads").at_least(1),
@@ -165,23 +125,12 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
          field<&TableGain::indices>("indices").or_null(), field<&TableGain::weights>("weights").or_null(),
          field<&TableGain::weight_stride>("weight_stride"), field<&TableGain::idle>("idle").optional(),
          field<&TableGain::refresh>("refresh"), field<&TableGain::decay>("decay"),
-         field<&TableGain::stop>("stop"), field<&TableGain::row>("row")});
-    bind_struct<JoinBlocks>(
-        m, "JoinBlocks",
-        {field<&JoinBlocks::units>("units").at_least(1), field<&JoinBlocks::offsets>("offsets"),
-         field<&JoinBlocks::indices>("indices").or_null(), field<&JoinBlocks::count>("count"),
-         field<&JoinBlocks::blocks>("blocks").or_null(), field<&JoinBlocks::size>("size").at_least(1),
-         field<&JoinBlocks::first>("first"), field<&JoinBlocks::stop>("stop"),
-         field<&JoinBlocks::out_offsets>("out_offsets"), field<&JoinBlocks::out>("out").or_null()});
+         field<&TableGain::row>("row")});
     set.def("gather", &gather);
     set.def("progressive", &progressive);
     set.def("sampled", &sampled);
     set.def("draw", &draw);
-    set.def("sink_share", &sink_share);
-    set.def("probe", &probe);
-    set.def("scan_tables", &scan_tables);
     set.def("learn_tables", &learn_tables);
-    m.def("join_blocks", &join);
 }
 
 }  // namespace saccade

@@ -21,6 +21,17 @@ void foresee_step(const KernelSet& set, DecodeStep& step, int threads, int64_t l
     step.foresee(set, threads, layer, heads);
 }
 
+// What tables choose for one row that is read elsewhere.
+void choose_listed(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+                   const ListedKeys& keys, const ListedLayer& layer, const ListedChoice& out) {
+    if (queries.q_len != 1 || !keys.tables) throw std::invalid_argument("tables choose for one row");
+    const Attention row = attention(threads, pool, table, queries);
+    nb::gil_scoped_release release;
+    Listing listing;
+    listing.begin(row, keys, layer);
+    listing.choose(set, out);
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m, KernelSetClass& set) {
@@ -43,20 +54,24 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         {field<&ListedKeys::units>("units").at_least(1), field<&ListedKeys::sinks>("sinks"),
          field<&ListedKeys::local>("local"), field<&ListedKeys::best>("best"),
          field<&ListedKeys::tables>("tables").optional(), field<&ListedKeys::a>("a").optional(),
-         field<&ListedKeys::unbounded>("unbounded").optional(), field<&ListedKeys::gate>("gate").within(0, 2).optional(),
          field<&ListedKeys::before>("before").within(0, 63).optional(),
          field<&ListedKeys::after>("after").within(0, 63).optional(),
          field<&ListedKeys::blocks>("blocks").optional(),
          field<&ListedKeys::block_size>("block_size").at_least(1).optional(),
-         field<&ListedKeys::bypass_local>("bypass_local").optional(), field<&ListedKeys::probes>("probes").optional(),
+         field<&ListedKeys::probes>("probes").optional(),
          field<&ListedKeys::places>("places").optional(), field<&ListedKeys::epsilon>("epsilon").optional(),
-         field<&ListedKeys::decay>("decay").optional(), field<&ListedKeys::bypass>("bypass").within(0, 2).optional(),
+         field<&ListedKeys::decay>("decay").optional(),
          field<&ListedKeys::apart>("apart").optional()});
     bind_struct<ListedLayer>(
         m, "ListedLayer",
-        {field<&ListedLayer::tally>("tally"), field<&ListedLayer::tables>("tables").optional(),
+        {field<&ListedLayer::tally>("tally").optional(), field<&ListedLayer::tables>("tables").optional(),
          field<&ListedLayer::mean_key>("mean_key").optional(), field<&ListedLayer::mean_value>("mean_value").optional(),
-         field<&ListedLayer::spread>("spread").optional(), field<&ListedLayer::steps>("steps").optional()});
+         field<&ListedLayer::spread>("spread").optional(), field<&ListedLayer::steps>("steps").optional(),
+         field<&ListedLayer::summary>("summary").optional(), field<&ListedLayer::summarized>("summarized").optional()});
+    bind_struct<ListedChoice>(
+        m, "ListedChoice",
+        {field<&ListedChoice::offsets>("offsets"), field<&ListedChoice::indices>("indices"),
+         field<&ListedChoice::idle>("idle"), field<&ListedChoice::rest>("rest")});
     bind_struct<SharedKeys>(
         m, "SharedKeys",
         {field<&SharedKeys::units>("units").at_least(1), field<&SharedKeys::sinks>("sinks"),
@@ -90,6 +105,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def("touched", &DecodeStep::touched);
     set.def("run_step", &run_step);
     set.def("foresee_step", &foresee_step);
+    set.def("choose_listed", &choose_listed);
 }
 
 }  // namespace saccade

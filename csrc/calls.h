@@ -172,7 +172,7 @@ struct SinkShare {
     float* lse;  // [heads, 3]: first keys, all others as estimated, last keys
 };
 
-// Keys of one row that stand for those between first and stop that are on no list (ops/candidates.py, sampled_rest).
+// Keys of one row that stand for those between first and stop that are on no list (stand_ins.sampled_rest).
 struct Probes {
     Attention attention;
     int64_t units, count;    // lists, and probes

@@ -11,13 +11,10 @@ struct ListedKeys {
     int64_t units, sinks, local, best;
     bool tables = false;
     double a = 0;
-    bool unbounded = false;  // no threshold: with gate 2 every key is a candidate
-    int gate = 0, before = 0, after = 0;
-    int64_t blocks = 0, block_size = 1, bypass_local = 0, probes = 0;
+    int before = 0, after = 0;
+    int64_t blocks = 0, block_size = 1, probes = 0;
     const double* places = nullptr;  // [probes]: where they lie, shares of all keys, rising
     double epsilon = 1, decay = 0;   // epsilon 1: nobody is bypassed
-    int bypass = 0;                  // what stands for a bypassed head's other keys, 0: nothing, 1: the mean value beside
-                                     // its sinks, 2: the mean value alone
     // The sinks are read elsewhere, and merged by log-sum-exp: here they decide about bypasses and nothing else.
     bool apart = false;
 };
@@ -25,12 +22,21 @@ struct ListedKeys {
 // One layer's knowledge: LFPS's tables and statistics, and tallies float64 [heads + 3] (keys that each head read, keys
 // scored for each, searches, stand-ins) that the row adds to.
 struct ListedLayer {
-    double* tally;
+    double* tally = nullptr;
     ScoreTables tables{};
     const float *mean_key = nullptr, *mean_value = nullptr, *spread = nullptr;
     int64_t steps = 0;  // that the tables have learnt from
     const void* summary = nullptr;  // of blocks of LFPS's, their means [blocks, 1, kv_heads, head_dim]
     int64_t summarized = 0;
+};
+
+// What a row that is read elsewhere is told: the candidates of each unit, `indices` with room for all keys of all units;
+// who is bypassed [heads]; and the log-sum-exp of what stands for the keys that each head leaves out [heads].
+struct ListedChoice {
+    int64_t* offsets;  // [units + 1]
+    int32_t* indices;
+    uint8_t* idle;
+    float* rest;
 };
 
 }  // namespace saccade

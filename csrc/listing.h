@@ -21,14 +21,15 @@ class Listing : public RowWork {
     void begin(const Attention& attention, const ListedKeys& how, const ListedLayer& by) {
         c_ = how;
         l_ = by;
-        RowWork::begin(attention, c_.units, attention.q_start + 1 - c_.sinks - c_.local, "");
+        const int64_t others = attention.q_start + 1 - c_.sinks - c_.local;
+        RowWork::begin(attention, c_.units, others + c_.tables, "");  // tables may find nothing but what is forced
         check_lists(c_.units);
-        if (c_.apart && (!c_.tables || everything() || c_.bypass == 2 || c_.units != a_.heads))
-            throw std::invalid_argument("sinks are read apart where tables choose for each head, and bypasses read them");
+        if (c_.apart && (!c_.tables || c_.units != a_.heads))
+            throw std::invalid_argument("sinks are read apart where tables choose for each head");
         if (!c_.tables) return;
         check_tables();
-        if (!l_.mean_key || !l_.mean_value || !l_.spread || !l_.tally)
-            throw std::invalid_argument("means, spread and tally are needed beside score tables");
+        if (!l_.mean_key || !l_.mean_value || !l_.spread)
+            throw std::invalid_argument("means and spread are needed beside score tables");
         if (foreseen_ && (foreseen_at_ != a_.q_start || foreseen_of_ != l_.tables.vertical)) foreseen_ = false;
         if (c_.blocks) check_summaries(l_.summarized, a_.q_start / c_.block_size);
         if (c_.probes && !c_.places) throw std::invalid_argument("probes need places");
@@ -41,12 +42,12 @@ class Listing : public RowWork {
         c_ = how;
         l_ = by;
         foreseen_ = false;
-        if (!c_.tables || everything()) return;
+        if (!c_.tables) return;
         a_.heads = heads;
         a_.q_start = q_start;
         a_.threads = threads;
         length_ = q_start + 1;
-        if (heads % c_.units || length_ - c_.sinks - c_.local < 1)
+        if (heads % c_.units || length_ - c_.sinks - c_.local < 0)
             throw std::invalid_argument("a row of " + std::to_string(length_) + " keys cannot read so");
         check_tables();
         idle_.assign(heads, 0);
@@ -61,24 +62,7 @@ class Listing : public RowWork {
 
     void run(const KernelSet& set, int threads) override {
         a_.threads = threads;
-        idle_.assign(a_.heads, 0);
-        rest_.clear();
-        any_idle_ = false;
-        all_.assign(c_.units, !c_.tables || everything());
-        if (!foreseen_) {
-            offsets_.assign(c_.units + 1, 0);
-            indices_ = nullptr;
-        }
-        if (c_.tables) {
-            bypass(set);
-            if (!all_[0]) {
-                if (foreseen_) drop_idle();
-                else scan(set);
-                foreseen_ = false;
-                join(set);
-                probe(set);
-            }
-        }
+        choose(set);
         phases.end(Phases::choosing);
         gather(set);
         if (!rest_.empty()) merge();
@@ -91,13 +75,38 @@ class Listing : public RowWork {
             const int64_t list = any_idle_ ? h : h / per_unit;
             l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list] + (c_.apart ? c_.sinks : 0));
         }
-        const double listed = all_[0] ? static_cast<double>(c_.tables * (length_ - c_.sinks - c_.local))
-                                      : static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units);
-        l_.tally[a_.heads] += std::nearbyint(listed);
+        l_.tally[a_.heads] += std::nearbyint(static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units));
+    }
+
+    // What tables choose for a row that is read elsewhere, after begin().
+    void choose(const KernelSet& set, const ListedChoice& out) {
+        choose(set);
+        std::copy(offsets_.begin(), offsets_.end(), out.offsets);
+        std::copy(indices_, indices_ + offsets_.back(), out.indices);
+        std::copy(idle_.begin(), idle_.end(), out.idle);
+        rest_.resize(a_.heads, -HUGE_VALF);
+        std::copy(rest_.begin(), rest_.end(), out.rest);
     }
 
   private:
-    bool everything() const { return c_.unbounded && c_.gate == 2; }
+    // The candidates, and what stands for other keys. Without tables all keys are candidates, and none is listed.
+    void choose(const KernelSet& set) {
+        idle_.assign(a_.heads, 0);
+        rest_.clear();
+        any_idle_ = false;
+        all_.assign(c_.units, !c_.tables);
+        if (!foreseen_) {
+            offsets_.assign(c_.units + 1, 0);
+            indices_ = nullptr;
+        }
+        if (!c_.tables) return;
+        bypass(set);
+        if (foreseen_) drop_idle();
+        else scan(set);
+        foreseen_ = false;
+        join(set);
+        probe(set);
+    }
 
     void check_tables() const {
         const ScoreTables& t = l_.tables;
@@ -130,7 +139,7 @@ class Listing : public RowWork {
         SinkShare share{};
         share.attention = a_;
         share.sinks = c_.sinks;
-        share.local = c_.bypass_local;
+        share.local = c_.local;
         share.mean_key = l_.mean_key;
         share.spread = l_.spread;
         share.log_count = static_cast<float>(std::log(static_cast<double>(std::max<int64_t>(1, length_ - c_.sinks))));
@@ -144,7 +153,7 @@ class Listing : public RowWork {
             idle_[h] = std::exp(x[0] - all) > static_cast<float>(c_.epsilon);
             any_idle_ |= idle_[h] != 0;
         }
-        if (!any_idle_ || c_.bypass == 0) return;
+        if (!any_idle_) return;
         rest_.assign(a_.heads, -HUGE_VALF);
         for (int64_t h = 0; h < a_.heads; ++h)
             if (idle_[h]) rest_[h] = lse_[3 * h + 1];
@@ -152,7 +161,6 @@ class Listing : public RowWork {
 
     void scan(const KernelSet& set) {
         const int64_t length = length_ - c_.sinks, per_unit = a_.heads / c_.units;
-        base_.assign(c_.units, a_.q_start - c_.sinks);
         skip_.assign(c_.units, 1);
         for (int64_t h = 0; h < a_.heads; ++h) skip_[h / per_unit] &= idle_[h];
         TableScan s{};
@@ -160,11 +168,8 @@ class Listing : public RowWork {
         s.length = length;
         s.stop = length - c_.local;
         s.a = c_.a;
-        s.unbounded = c_.unbounded;
-        s.gate = c_.gate;
         s.before = c_.before;
         s.after = c_.after;
-        s.base = base_.data();
         s.skip = skip_.data();
         s.offsets = offsets_.data();
         s.indices = scanned_.need(c_.units * length + 16);
@@ -262,7 +267,7 @@ class Listing : public RowWork {
         g.idle = any_idle_ ? idle_.data() : nullptr;
         g.sinks = c_.apart ? 0 : c_.sinks;
         g.local = c_.local;
-        g.idle_keys = c_.bypass == 2 || c_.apart ? 0 : c_.sinks;
+        g.idle_keys = g.sinks;
         g.lists = lists;
         g.out_offsets = read_.data();
         g.chosen = chosen_.need(room_);
@@ -297,7 +302,6 @@ class Listing : public RowWork {
         constexpr int64_t kRefresh = 64;  // tables.py
         refresh_.resize(c_.units);
         for (int64_t u = 0; u < c_.units; ++u) refresh_[u] = (l_.steps + u) % kRefresh == kRefresh - 1;
-        base_.assign(c_.units, a_.q_start);
         TableGain g{};
         g.tables = l_.tables;
         g.heads = a_.heads;
@@ -309,8 +313,7 @@ class Listing : public RowWork {
         g.idle = any_idle_ ? idle_.data() : nullptr;
         g.refresh = refresh_.data();
         g.decay = c_.decay;
-        g.stop = a_.q_start + 1;
-        g.row = base_.data();
+        g.row = a_.q_start;
         g.threads = a_.threads;
         set.learn_tables(g);
     }
@@ -328,7 +331,7 @@ class Listing : public RowWork {
     int64_t foreseen_at_ = 0;
     const float* foreseen_of_ = nullptr;
     std::vector<uint8_t> idle_, skip_, refresh_, all_;
-    std::vector<int64_t> offsets_, joined_offsets_, base_, best_keys_, read_;
+    std::vector<int64_t> offsets_, joined_offsets_, best_keys_, read_;
     std::vector<float> lse_, rest_, tail_;
     std::vector<uint16_t> half_tail_;
     std::vector<int32_t> best_, at_;

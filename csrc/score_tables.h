@@ -1,5 +1,5 @@
-// LFPS's score tables (saccade/ops/score_tables.py says what they mean): candidates, what a step adds,
-// and who needs neither.
+// LFPS's score tables (saccade/methods/lfps/tables.py says what they mean): candidates, what a step adds, and who needs
+// neither.
 #pragma once
 
 #include "sink_share.h"

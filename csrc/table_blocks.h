@@ -12,21 +12,16 @@ constexpr int64_t kTableBlock = 16;
 constexpr int kTableAhead = 32;  // blocks between asking for one and using it
 
 struct Threshold {
-    float mean, tau;
-    bool any;  // whether an entry can pass tau
+    float mean, tau;  // tau +inf: no entry passes it
 };
 
 // Of a table whose power sums are s[0 .. 3], over n entries.
-inline Threshold threshold(const double* s, int64_t n, double a, bool unbounded) {
-    Threshold t{0, -__builtin_inff(), true};
+inline Threshold threshold(const double* s, int64_t n, double a) {
     const double mean = n ? s[0] / n : 0;
-    t.mean = static_cast<float>(mean);
-    if (unbounded) return t;
     const double m2 = s[1] - n * mean * mean;
     const double m4 = s[3] - 4 * mean * s[2] + 6 * mean * mean * s[1] - 3 * n * mean * mean * mean * mean;
-    t.any = n > 1 && m2 > 1e-12 * s[1] && m4 > 0;
-    t.tau = t.any ? static_cast<float>(a * mean * m2 * m2 / m4) : __builtin_inff();
-    return t;
+    const bool any = n > 1 && m2 > 1e-12 * s[1] && m4 > 0;
+    return {static_cast<float>(mean), any ? static_cast<float>(a * mean * m2 * m2 / m4) : __builtin_inff()};
 }
 
 // Bits of 16 entries above `limit`.

@@ -15,12 +15,9 @@ struct ScoreTables {
 
 struct TableScan {
     ScoreTables tables;
-    int64_t length, stop;  // table positions there are, and that may be candidates
+    int64_t length, stop;  // table positions there are, the last of them at distance 0, and that may be candidates
     double a;
-    bool unbounded;  // the threshold is -inf
-    int gate;        // 0: all candidates must exceed a mean, 1: those above a threshold need not, 2: none
     int before, after;  // offsets of the expansion
-    const int64_t* base;  // [units]: the table position at distance 0
     const uint8_t* skip;  // [units], null: none
     int64_t* offsets;     // [units + 1]
     int32_t* indices;
@@ -36,8 +33,7 @@ struct TableGain {
     int64_t weight_stride;
     const uint8_t *idle, *refresh;  // [heads], null: none; [units]
     double decay;
-    int64_t stop;  // positions from here on teach nothing
-    const int64_t* row;  // [units]: the position at distance 0
+    int64_t row;  // the position at distance 0
     int threads;
 };
 

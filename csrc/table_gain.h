@@ -122,7 +122,6 @@ struct UnitGain {
         while (skipped < count && index[skipped] < t.first) ++skipped;
         index += skipped;
         count -= skipped;
-        while (count > 0 && index[count - 1] >= c.stop) --count;
         Carver carver(static_cast<char*>(thread_scratch(count * (sizeof(int32_t) + sizeof(float)) + 256)));
         gain = carver.take<float>(count);
         places = carver.take<int32_t>(count);
@@ -155,7 +154,7 @@ inline double learn_unit(const TableGain& c, int64_t u, const bool (&some)[2]) {
     const UnitGain g(c, u);
     if (!g.any) return g.scale;
     const int64_t blocks = t.capacity / kTableBlock;
-    const int32_t first = static_cast<int32_t>(t.first), row = static_cast<int32_t>(c.row[u]);
+    const int32_t first = static_cast<int32_t>(t.first), row = static_cast<int32_t>(c.row);
     float* const values[2] = {t.vertical + u * t.capacity, t.slash + u * t.capacity};
     float* const bounds[2] = {t.vertical_max + u * blocks, t.slash_max + u * blocks};
     for (int which = 0; which < 2; ++which) {

@@ -60,8 +60,8 @@ class TableLook {
     // Of unit `u`, by position or by distance. `sets` [2 * Bits::words(n)] are zero, or another table's of the unit, to be
     // added to.
     TableLook(const TableScan& c, int64_t u, bool distances, uint64_t* sets)
-        : distances_(distances), gated_(c.gate != 2), base_(c.base[u]),
-          level_(threshold(c.tables.sums + u * 8 + 4 * distances, c.length, c.a, c.unbounded)), first_(sets),
+        : distances_(distances), base_(c.length - 1),
+          level_(threshold(c.tables.sums + u * 8 + 4 * distances, c.length, c.a)), first_(sets),
           high_(sets + Bits::words(c.length)) {
         const ScoreTables& t = c.tables;
         values_ = (distances ? t.slash : t.vertical) + u * t.capacity;
@@ -78,7 +78,7 @@ class TableLook {
         uint16_t* masks = reinterpret_cast<uint16_t*>(list + blocks_ + 2 * kTableBlock);
         int32_t* end = list;
         int64_t high = 0;
-        const bool lower = gated_ && level_.mean < level_.tau;
+        const bool lower = level_.mean < level_.tau;
         for (int64_t b = 0; b < blocks_; b += kTableBlock) {
             Simd::prefetch(bounds_ + b + kBoundsAhead);
             const int64_t left = blocks_ - b;
@@ -151,7 +151,7 @@ class TableLook {
         return bits;
     }
 
-    const bool distances_, gated_;
+    const bool distances_;
     const int64_t base_;
     const Threshold level_;
     Bits first_, high_;

@@ -101,7 +101,7 @@ class ScanJob {
             for (int which = 0; which < 2; ++which)
                 if (!all[which]) TableLook(c_, units_[i], which, first).look_up(y, list, end);
         }
-        return cut(x, y, out);
+        return cut(y, out);
     }
 
     // Everything within the offsets of what lies above a threshold, below `stop`.
@@ -116,13 +116,10 @@ class ScanJob {
         for (int64_t w = whole; w < words; ++w) out[w] &= w == whole ? (1ull << (stop & 63)) - 1 : 0;
     }
 
-    // What exceeds neither mean falls out, but for the entries above a threshold under gate 1. How many are left.
-    int64_t cut(const uint64_t* __restrict x, const uint64_t* __restrict y, uint64_t* __restrict out) const {
+    // What exceeds neither mean falls out. How many are left.
+    int64_t cut(const uint64_t* __restrict y, uint64_t* __restrict out) const {
         const int64_t words = words_;
-        if (c_.gate == 0)
-            for (int64_t w = 0; w < words; ++w) out[w] &= y[w];
-        else if (c_.gate == 1)
-            for (int64_t w = 0; w < words; ++w) out[w] &= x[w] | y[w];
+        for (int64_t w = 0; w < words; ++w) out[w] &= y[w];
         int64_t count = 0;
         for (int64_t w = 0; w < words; ++w) count += __builtin_popcountll(out[w]);
         return count;

@@ -18,6 +18,13 @@ from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
+from saccade.methods.lfps import (
+    triton_row_blocks,
+    triton_row_candidates,
+    triton_row_choice,
+    triton_row_learning,
+    triton_row_rest,
+)
 from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
@@ -253,6 +260,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         ),
         (batched_guesses._in_order, {**guessing, "MICROBATCH": 4}, {"num_warps": 4}),
     ]
+    words = {**decoding, "PARTS": 4, "SPAN": 1024, "TABLE": 4096, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
+    words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
+    for kernel, warps in (
+        (triton_row_learning._take_in, 8), (triton_row_candidates._scan, 8), (triton_row_candidates._mark, 4),
+        (triton_row_candidates._list, 4), (triton_row_choice._take, 8), (triton_row_choice._read, 4),
+        (triton_row_rest._bypass, 2), (triton_row_rest._join, 4), (triton_row_blocks._mean_scores, 4),
+    ):  # fmt: skip
+        found.append((kernel, {**words, "GROUP": 16}, {"num_warps": warps}))
     found += [
         (
             decode._decode,

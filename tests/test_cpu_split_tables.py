@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from cpu_helpers import problem, random_blocks
 from helpers import generator
+from lfps_helpers import row_of
 
 from saccade.kv import KVView, Paged
 from saccade.methods.labels.store import Labels
+from saccade.methods.lfps import LFPS
 from saccade.methods.lfps import cpu as lfps_cpu
 from saccade.methods.loopserve import cpu as loopserve_cpu
 from saccade.methods.magicpig.tables import HashTables, draw
@@ -202,17 +205,13 @@ def test_sums_over_sampled_rows(dtype):
         assert all(map(torch.equal, ours, want))
 
 
-def test_what_lfps_estimates(dtype):
-    shape = Shape.suffix(HEADS, KV_HEADS, 1, 500)
-    q, view = problem(shape, DIM, dtype, seed=10)
-    apart = split(view)
-    mean_key, spread = torch.randn(KV_HEADS, DIM, generator=generator(1)), torch.rand(HEADS, generator=generator(2))
-    shares = [lfps_cpu.sink_share(q, seen, shape, 4, 9, mean_key, spread, 6.0, 0.1, None) for seen in (apart, view)]
-    assert torch.equal(*shares)
-    lists = Tokens.from_mask(shape, torch.rand(HEADS, 1, 500, generator=generator(5)) < 0.3)
-    at = torch.arange(3, 480, 7, dtype=torch.int32)
-    probes = [lfps_cpu.probe(q, seen, lists.offsets, lists.indices, at, 490, 0.1, None) for seen in (apart, view)]
-    assert torch.equal(*probes)
+def test_what_lfps_chooses(dtype):
+    method = LFPS(k=20, blocks=4, epsilon=0.1)
+    query, state = row_of(method, 500, HEADS, KV_HEADS, DIM, seed=10, dtype=dtype)
+    chosen = [lfps_cpu.choose(method, replace(query, kv=kv), state, 496, 6) for kv in (split(query.kv), query.kv)]
+    assert 0 < int(chosen[0].idle.sum()) < HEADS
+    for ours, want in zip(*chosen):
+        assert torch.equal(ours, want)
 
 
 def test_rows_are_stored_in_slots_of_their_own(dtype):

@@ -10,8 +10,13 @@ import torch
 from cpu_helpers import problem
 from helpers import generator
 
-from saccade.methods.lfps import tables as score_tables
-from saccade.methods.lfps.tables import ScoreTables
+from saccade.kv.view import KVView
+from saccade.methods.base import Query
+from saccade.methods.lfps import LFPS
+from saccade.methods.lfps import cpu as lfps_cpu
+from saccade.methods.lfps.choosing import choose
+from saccade.methods.lfps.state import LFPSState
+from saccade.methods.lfps.tables import ScoreTables, learn
 from saccade.ops import Call, cpu, run
 from saccade.selection import Candidates, Shape, Tokens
 
@@ -43,33 +48,34 @@ def made(units: int, few: bool, seed: int) -> ScoreTables:
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
 @pytest.mark.parametrize(("units", "few"), [(1, True), (3, False), (8, False)])
-def test_candidates_are_those_of_one_thread(isa, units, few, monkeypatch):
+def test_candidates_are_those_of_one_thread(isa, units, few):
     cpu.set_isa(isa)
-    tables = made(units, few, units)
-    base = torch.full((units,), LENGTH - 1)
-    skip = torch.arange(units) == 2
-    for gate in score_tables.GATES:
-        args = (LENGTH, LENGTH - 6, 0.05, gate, (1, 2), base, skip)
-        found = []
-        for threads in THREADS:
-            torch.set_num_threads(threads)
-            found.append(score_tables.candidates(tables, *args))
-        with monkeypatch.context() as patch:
-            patch.setattr(score_tables.cpu, "serves", lambda table: "patched")
-            want = score_tables.candidates(tables, *args)
-        counts = want[0].diff()
-        assert int(counts.max()) > 500
-        assert units < 3 or int(counts[2]) == 0
-        for offsets, indices in found:
-            assert torch.equal(offsets, want[0])
-            assert torch.equal(indices, want[1])
+    method = LFPS(k=100, a=0.05, rest=None, blocks=0)
+    keys, rng = torch.zeros(units, LENGTH + 4, 16), generator(units)
+    keys[:, :4] = 1.0  # that the third head looks at alone
+    q = torch.randn(units, 1, 16, generator=rng) - 6.0
+    q[2:3] = 9.0
+    query, tables = Query.of(q, KVView.from_tensors(keys, keys)), made(units, few, units)
+    state = LFPSState(tables, torch.zeros(units, 16), torch.zeros(units, 16), LENGTH, torch.zeros(units), LENGTH + 3)
+    found = []
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        found.append(lfps_cpu.choose(method, query, state, LENGTH, 6))
+    tables.row.fill_(LENGTH + 3)
+    want = choose(method, query, state, LENGTH, 6)
+    counts = want.offsets.diff()
+    assert int(counts.max()) > 500
+    assert units < 3 or int(counts[2]) == 0
+    for one in found:
+        assert torch.equal(one.offsets, want.offsets)
+        assert torch.equal(one.indices, want.indices)
 
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
 @pytest.mark.parametrize(
     ("units", "steps", "scale", "decay"), [(8, 3, 1.0, 0.95), (2, 62, 1.0, 0.9), (2, 0, 1.05e-8, 0.9), (3, 0, 1.0, 0.0)]
 )
-def test_tables_learn_what_one_thread_learns(isa, units, steps, scale, decay, monkeypatch):
+def test_tables_learn_what_one_thread_learns(isa, units, steps, scale, decay):
     """Also where power sums are made anew, where stored values are scaled back and where nothing is left of them."""
     cpu.set_isa(isa)
     rng = generator(units)
@@ -84,11 +90,11 @@ def test_tables_learn_what_one_thread_learns(isa, units, steps, scale, decay, mo
         tables = made(units, True, 7)
         tables.steps = steps
         tables.scale.fill_(scale)
-        with monkeypatch.context() as patch:
+        for _ in range(2):
             if threads is None:
-                patch.setattr(score_tables.cpu, "serves", lambda table: "patched")
-            for _ in range(2):
-                score_tables.learn(tables, read, weights, idle, decay, threads=threads)
+                learn(tables, read, weights, idle, decay)
+            else:
+                lfps_cpu.learn(tables, read, weights, idle, decay, threads)
         return tables
 
     one, *others = (learnt(threads) for threads in THREADS)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import generator, planted_heads, random_selection
 from layout_helpers import LAYOUTS, agrees, laid, sliced, spread
+from lfps_helpers import row_of
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods.cis.anchors import Anchors
 from saccade.methods.cis.sharing import keep, share
-from saccade.methods.lfps import tables as lfps
-from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
-from saccade.methods.lfps.tables import ScoreTables, join_blocks, learn
+from saccade.methods.lfps import LFPS
+from saccade.methods.lfps import cpu as lfps
+from saccade.methods.lfps.tables import ScoreTables
 from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
 from saccade.ops import attend, cpu, cpu_rows, layer_rows, row_passes
@@ -118,16 +120,19 @@ def tables() -> ScoreTables:
 
 
 def test_what_lfps_asks_of_its_kernels():
-    q, view, shape = problem()
-    made = tables()
-    offsets, indices = lfps.candidates(made, 290, 280, 0.2, "paper", (1, 2), made.row - 4)
-    skip = torch.tensor([False, True, False, False])
-    agrees(lambda base, skip: lfps.candidates(made, 290, 280, 0.2, "paper", (1, 2), base, skip), made.row - 4, skip)
-    blocks = torch.tensor([[1, 4], [0, 7], [2, 3], [5, 6]], dtype=torch.int32)
-    agrees(lambda *lists: join_blocks(*lists, 16, 4, 290), offsets, indices, blocks)
-    agrees(lambda q, *lists: sampled_rest(q, view, *lists, 4, 290, 33, 0.2), q, offsets, indices)
-    mean, wide = torch.randn(2, D, generator=generator(8)), torch.rand(4, generator=generator(9))
-    agrees(lambda q, mean, wide: sink_share(q, view, shape, 4, 6, mean, wide, 5.0, 0.2), q, mean, wide)
+    method = LFPS(k=16, blocks=3, block_size=16, epsilon=0.1)
+    query, made = row_of(method, N)
+
+    def entry(q, *means):
+        query_of, state = replace(query, q=q), replace(made)
+        state.mean_key, state.mean_value, state.spread = means
+        return lfps.choose(method, query_of, state, N - 4, 6)
+
+    assert entry(query.q, made.mean_key, made.mean_value, made.spread).idle is not None
+    agrees(entry, query.q, made.mean_key, made.mean_value, made.spread)
+    made.tables.vertical = sliced(made.tables.vertical)
+    with pytest.raises(SaccadeError, match="score tables are written in place"):
+        lfps.choose(method, query, made, N - 4, 6)
 
 
 def test_what_lfps_learns():
@@ -139,18 +144,14 @@ def test_what_lfps_learns():
 
     def entry(read, weights, idle):
         made = tables()
-        learn(made, read, weights, idle, 0.9)
+        lfps.learn(made, read, weights, idle, 0.9)
         return made.vertical, made.slash, made.sums, made.vertical_max, made.slash_max
 
     agrees(entry, read, weights, idle)
     made = tables()
     made.vertical = sliced(made.vertical)
-    for call in (
-        lambda: learn(made, read, weights, idle, 0.9),
-        lambda: lfps.candidates(made, 290, 280, 0.2, "paper", (1, 2), made.row - 4),
-    ):
-        with pytest.raises(SaccadeError, match="score tables are written in place"):
-            call()
+    with pytest.raises(SaccadeError, match="score tables are written in place"):
+        lfps.learn(made, read, weights, idle, 0.9)
 
 
 def test_what_cis_shares():

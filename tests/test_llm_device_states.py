@@ -48,10 +48,9 @@ LFPS = "lfps(k=30, least=1"
 FORESEEN = [
     f"{LFPS}, blocks=4)",
     f"{LFPS}, blocks=4, epsilon=0.1)",
-    f"{LFPS}, blocks=4, epsilon=0.1, unit=kv_head, bypass=sink)",
-    f"{LFPS}, blocks=0, rest=none, slash_shift_on_read=false, bypass=mean, bypass_shift=false, read_local=false)",
-    f"{LFPS}, blocks=0, gate=off_for_c0, epsilon=1, running_means=true, unit=kv_head)",
-    f"{LFPS}, a=none, gate=off, epsilon=0.1, slash_shift_on_read=true, bypass_shift=false)",
+    f"{LFPS}, blocks=4, epsilon=0.1, unit=kv_head, rest=none)",
+    f"{LFPS}, blocks=0, a=0.05, epsilon=1, rest=none)",
+    f"{LFPS}, blocks=0, unit=kv_head, before=20, sinks=0, history=keep)",
     "lfps(k=0.1, least=1, blocks=3, block_size=16, epsilon=0.2)",
     "lfps",
 ]
@@ -147,7 +146,7 @@ def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
         same(left, right)
 
 
-LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4, running_means=true)", f"{LOOP})"]
+LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4)", f"{LOOP})"]
 
 
 @pytest.mark.parametrize("policy", first_of(LEARNING))

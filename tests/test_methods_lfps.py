@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_helpers import GREEDY, LAYERS, make, tokens
 from helpers import Planted, brute_force, generator, mass_of, planted_heads
+from lfps_helpers import row_of
 from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.lfps import LFPS
+from saccade.methods.lfps import LFPS, choosing
+from saccade.methods.lfps import cpu as lfps_cpu
 from saccade.methods.lfps import tables as score_tables
-from saccade.methods.lfps.tables import ScoreTables
 from saccade.ops import Call, cpu, run
 from saccade.selection import Candidates, Dense
 
@@ -30,8 +32,7 @@ plain = partial(LFPS, blocks=0, least=1, rest=None)  # without what joins the ta
 def kernels(request, monkeypatch):
     """Tables by torch, and by the kernels of each instruction set."""
     if request.param == "reference":
-        monkeypatch.setattr(score_tables.cpu, "serves", lambda table: "patched")
-        monkeypatch.setattr(score_tables.cpu, "serves_keys", lambda q, kv: "patched")
+        monkeypatch.setattr(lfps_cpu, "why_not", lambda *_: "patched")
         yield "reference"
         return
     cpu.set_isa(request.param)
@@ -133,20 +134,35 @@ class Definition:
 
 OPTIONS = [
     {},
+    {"a": 0.9, "before": 0, "after": 3},
+    {"sinks": 0, "r": 0.5, "a": 0.4},
+    {"r": 0.0, "s": 7, "sinks": 9},
+    {"k": 70, "s": 300},
+]
+COMPARED = [
     {"a": 0.6, "gate": "off_for_c0"},
     {"a": 0.9, "gate": "off", "before": 0, "after": 3},
     {"a": None, "before": 0, "after": 0},
     {"slash_shift_on_read": False, "a": 0.4},
     {"read_local": False, "sinks": 0, "r": 0.5},
     {"read_local": False, "k": 150, "gate": "off", "a": 0.05},
-    {"r": 0.0, "s": 7, "sinks": 9},
-    {"k": 70, "s": 300},
 ]
 
 
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_candidates_and_tables_are_those_of_the_definition(kernels, options, unit):
+    follows_the_definition(options, unit)
+
+
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+@pytest.mark.parametrize("options", COMPARED, ids=str)
+def test_so_are_those_of_options_for_comparisons(options, unit):
+    assert LFPS(**options).reference_alone is not None
+    follows_the_definition(options, unit)
+
+
+def follows_the_definition(options, unit):
     method = plain(**({"k": 20, "epsilon": 1.0, "unit": unit} | options))
     stream = Stream.make(218, 200, seed=2)
     share = 1 if unit == "q_head" else 2
@@ -205,7 +221,7 @@ def test_stored_values_are_scaled_back_before_they_overflow(kernels):
 
 
 @pytest.mark.parametrize("distance", [40, 300])
-def test_a_planted_diagonal_is_found_every_time(kernels, distance):
+def test_a_planted_diagonal_is_found_every_time(distance):
     """The true key of a pure slash head: always read with the shift on read, never under the printed equation (P1)."""
     only = Planted(sink=0.0, columns=(), slashes=(distance,), blocks=(), strength=12.0)
     stream = Stream.make(585, 560, heads=2, kv_heads=1, seed=5, pattern=only, head_dim=64)
@@ -222,7 +238,7 @@ def test_a_planted_diagonal_is_found_every_time(kernels, distance):
 
 
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
-def test_without_threshold_and_gate_it_is_exact_top_k(kernels, unit):
+def test_without_threshold_and_gate_it_is_exact_top_k(unit):
     stream = Stream.make(230, 200, seed=6)
     method = plain(k=25, a=None, gate="off", epsilon=1.0, sinks=4, local=1, unit=unit)
     for position, _, _, _, used in stream.run(method):
@@ -339,7 +355,7 @@ def test_a_diagonal_survives_bypasses():
 
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
 @pytest.mark.parametrize("shift", [{"slash_shift_on_read": False}, {}, {"bypass_shift": True}], ids=str)
-def test_tables_after_bypasses_are_those_kept_by_position(kernels, unit, shift):
+def test_tables_after_bypasses_are_those_kept_by_position(unit, shift):
     """The paper's form: a bypassed step leaves both tables where they are, and newer keys go on gaining."""
     stream = Stream.make(260, 210, seed=8, pattern=SINKY)
     stream.q[1] *= 0.2
@@ -349,7 +365,7 @@ def test_tables_after_bypasses_are_those_kept_by_position(kernels, unit, shift):
     method, share = plain(k=20, **form), 1 if unit == "q_head" else 2
     units = [Definition(method, stream, list(range(u * share, (u + 1) * share))) for u in range(4 // share)]
     rested = learnt = 0
-    for position, selection, state, _, used in stream.run(method, kernels):  # noqa: B007
+    for position, selection, state, _, used in stream.run(method):  # noqa: B007
         for unit_id, definition in enumerate(units):
             mine = range(unit_id * share, (unit_id + 1) * share)
             definition.heads = [head for head in mine if selection.idle is None or not selection.idle[head]]
@@ -370,7 +386,7 @@ def test_tables_after_bypasses_are_those_kept_by_position(kernels, unit, shift):
             torch.testing.assert_close(true, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_papers_rows_own_key_is_beside_k_and_teaches_nothing(kernels):
+def test_the_papers_rows_own_key_is_beside_k_and_teaches_nothing():
     stream = Stream.make(240, 200, seed=2)
     for position, selection, _, _, used in stream.run(plain(k=20, epsilon=1.0, read_local=False, a=None, gate="off")):
         assert selection.k.tolist() == [20] * 4
@@ -425,38 +441,79 @@ def test_it_keeps_more_than_recency_does():
 
 
 @pytest.mark.parametrize("isa", cpu.supported_isas())
-def test_scan_equals_the_reference_on_random_tables(isa):
-    """Tables of every shape and alignment, the kernels' candidates against torch's, with one thread and two."""
+def test_the_kernels_choose_what_the_reference_chooses(isa):
+    """Tables of every shape and alignment, with one thread and two: the same lists, the same heads bypassed, and the
+    same for the rest."""
     cpu.set_isa(isa)
-    threads = torch.get_num_threads()
+    threads, rested, blocked = torch.get_num_threads(), 0, 0
     try:
-        _scan_equals_the_reference()
+        for case in range(36):
+            method = LFPS(
+                k=1 + case % 3,
+                a=(0.05, 0.3, 2.0)[case % 3],
+                sinks=case % 5,
+                local=1 + case % 7,
+                before=(0, 1, 2, 63)[case % 4],
+                after=(3, 0, 40)[case % 3],
+                unit=("q_head", "kv_head")[case % 2],
+                blocks=(0, 2, 500)[case % 3],
+                block_size=(4, 16)[case % 2],
+                rest=("sample", None)[case // 2 % 2],
+                probes=(64, 5)[case // 4 % 2],
+                epsilon=(0.05, 1.0, 0.6)[case // 3 % 3],
+            )
+            length = 10 + int(torch.randint(0, 700, (), generator=generator(case)))
+            dtype, softcap = (torch.float32, torch.bfloat16)[case // 8 % 2], (None, 4.0)[case // 5 % 2]
+            query, state = row_of(method, length, seed=case, dtype=dtype, softcap=softcap)
+            torch.set_num_threads(1 + case % 2)
+            keys = length - method.sinks
+            got, want = (by.choose(method, query, state, keys, min(method.local, keys)) for by in (lfps_cpu, choosing))
+            assert torch.equal(got.offsets, want.offsets)
+            if dtype == torch.float32 or not 0 < method.blocks < 500:  # rounded means may rank otherwise
+                assert torch.equal(got.indices, want.indices)
+            assert (got.idle is None) == (want.idle is None)
+            assert got.idle is None or torch.equal(got.idle, want.idle)
+            assert (got.rest is None) == (want.rest is None)
+            if got.rest is not None:
+                torch.testing.assert_close(got.rest, want.rest, atol=1e-4, rtol=1e-4)
+            rested, blocked = rested + (got.idle is not None), blocked + (method.blocks > 0)
     finally:
         torch.set_num_threads(threads)
         cpu.set_isa(None)
+    assert min(rested, blocked) > 5
 
 
-def _scan_equals_the_reference():
-    rng = generator(1)
-    for case in range(24):
-        n, units = int(torch.randint(2, 700, (), generator=rng)), 3
-        power = 1 + case % 4
-        vertical, slash = (
-            torch.rand(units, n, generator=rng) ** power * (torch.rand(units, n, generator=rng) < 0.3) for _ in range(2)
-        )
-        tables = ScoreTables.of(vertical, slash, first=case % 5, row=n)
-        length = n + case % 3
-        base = torch.tensor([length - 1, length - 2, length - 1 - case % 20])
-        torch.set_num_threads(1 + case % 2)
-        for gate in score_tables.GATES:
-            for a in (0.05, 0.3, 2.0, None):
-                args = (length, max(0, length - case % 7), a, gate, (case % 3, case % 4), base)
-                got = score_tables.candidates(tables, *args, torch.tensor([False, case % 2 == 0, False]))
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(score_tables.cpu, "serves", lambda table: "patched")
-                    want = score_tables.candidates(tables, *args, torch.tensor([False, case % 2 == 0, False]))
-                assert torch.equal(got[0], want[0])
-                assert torch.equal(got[1], want[1])
+@pytest.mark.parametrize("length", [5, 6, 9, 10])
+def test_a_row_of_forced_keys_alone(length):
+    """As few keys as are forced, and more than k: there is nothing to choose from, and all is read."""
+    method = LFPS(k=1, local=6, sinks=4, epsilon=1.0)
+    query, state = row_of(method, length)
+    for by in (lfps_cpu, choosing):
+        found = by.choose(method, query, state, length - 4, min(6, length - 4))
+        assert found.offsets.tolist() == [0] * 5
+        assert found.rest.tolist() == [-math.inf] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gate": "off", "a": None}, "gate=off, a=none is for comparisons"),
+        ({"bypass": "sink"}, "bypass=sink is"),
+        ({"read_local": False, "bypass_shift": False}, "bypass_shift=false, read_local=false is"),
+        ({"running_means": True}, "running_means=true is"),
+        ({"slash_shift_on_read": False}, "slash_shift_on_read=false is"),
+    ],
+    ids=str,
+)
+def test_options_for_comparisons_are_refused_by_kernels(options, said):
+    method = LFPS(**options)
+    query, state = row_of(method, 60)
+    assert said in lfps_cpu.why_not(method, query.q, query.kv, state.tables)
+    spec = SimpleNamespace(layers=2, heads=4, kv_heads=2, head_dim=32, windows=(None, None))
+    assert said in method.device_plan(spec).layers[0].why_not(spec)
+    usual = LFPS(unit="kv_head", epsilon=1.0, rest=None, history="keep", blocks=0)
+    assert lfps_cpu.why_not(usual, query.q, query.kv, state.tables) is None
+    assert usual.device_plan(spec).layers[0].why_not(spec) is None
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,13 @@ from saccade import SamplingParams
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.lfps import LFPS, stand_ins, tables
+from saccade.methods.lfps import LFPS, choosing, stand_ins
 from saccade.ops import Call, attend, cpu, cpu_blocks, run
 from saccade.ops.block_scores import ranked_blocks, top_blocks
 
 
-@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(("size", "first", "stop"), [(8, 4, 194), (16, 0, 200), (32, 9, 70), (16, 50, 51)])
-def test_blocks_join_lists(monkeypatch, kernels, size, first, stop):
-    if not kernels:
-        monkeypatch.setattr(tables.cpu, "serves", lambda table: "patched")
+def test_blocks_join_lists(size, first, stop):
     rng = generator(size)
     lists = [
         sorted(i for i in range(first, stop) if torch.rand((), generator=rng) < share) for share in (0.3, 0.0, 1.0)
@@ -32,7 +29,7 @@ def test_blocks_join_lists(monkeypatch, kernels, size, first, stop):
     blocks = torch.stack([torch.randperm(200 // size, generator=rng)[:2].sort().values for _ in lists]).int()
     offsets = torch.tensor([0, *(len(part) for part in lists)]).cumsum(0)
     flat = torch.tensor([i for part in lists for i in part], dtype=torch.int32)
-    got_offsets, got = tables.join_blocks(offsets, flat, blocks, size, first, stop)
+    got_offsets, got = choosing.join_blocks(offsets, flat, blocks, size, first, stop)
     assert got.dtype == torch.int32
     for unit, part in enumerate(lists):
         inside = {i for b in blocks[unit].tolist() for i in range(b * size, (b + 1) * size) if first <= i < stop}
@@ -112,24 +109,13 @@ def test_bad_options(options):
 # --- what stands for the rest
 
 
-@pytest.fixture(params=["reference", *cpu.supported_isas()])
-def kernels(request, monkeypatch):
-    """Probes by torch, and by the kernels of each instruction set."""
-    if request.param == "reference":
-        monkeypatch.setattr(tables.cpu, "serves_keys", lambda q, kv: "patched")
-    else:
-        cpu.set_isa(request.param)
-    yield
-    cpu.set_isa(None)
-
-
 def listed(*lists: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = torch.tensor([0, *(len(part) for part in lists)]).cumsum(0)
     return offsets, torch.tensor([i for part in lists for i in part], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("float32", 2.0), ("bfloat16", None)])
-def test_probes_of_every_key_are_the_rest_itself(kernels, dtype, softcap):
+def test_probes_of_every_key_are_the_rest_itself(dtype, softcap):
     rng, n = generator(1), 120
     k, v = torch.randn(2, 2, n, 16, generator=rng).to(getattr(torch, dtype))
     q = torch.randn(4, 1, 16, generator=rng).to(k.dtype)
@@ -144,7 +130,7 @@ def test_probes_of_every_key_are_the_rest_itself(kernels, dtype, softcap):
 
 
 @pytest.mark.parametrize("probes", [1, 7, 64])
-def test_probes_stand_for_what_they_pass_over(kernels, probes):
+def test_probes_stand_for_what_they_pass_over(probes):
     """Two lists, each for two query heads: probes on a list do not count, the others for as many keys as are left."""
     rng, n, first, stop = generator(5), 900, 4, 893
     k, q = torch.randn(2, n, 32, generator=rng), torch.randn(4, 1, 32, generator=rng)

@@ -28,6 +28,7 @@ DECODE = [
             "lfps(k=40, least=1, blocks=0, probes=16, epsilon=1)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=1)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0, sinks=0)",
+            "lfps(k=40, least=1, blocks=0, rest=none, epsilon=1.0)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0, bypass=sink)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0, bypass=mean)",

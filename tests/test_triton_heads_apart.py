@@ -11,8 +11,6 @@ from kv_helpers import view_with_heads_apart
 from test_triton_batched import Rows
 
 from saccade.kv.view import KVView
-from saccade.methods.lfps import triton_stand_ins as stand_ins
-from saccade.methods.lfps.stand_ins import GOLDEN
 from saccade.ops import Call, attend, run
 from saccade.ops.triton.batched_decode import append_rows, score_blocks
 from saccade.ops.triton.batched_rank import rank_blocks
@@ -122,18 +120,6 @@ def test_candidates_and_weights(units):
     weights = [read_weights(q, view, chosen[0], lse, scale=0.2) for view in (apart, shared)]
     assert torch.equal(*weights)
     assert weights[0].sum() > 0
-
-
-def test_what_stands_for_the_rest():
-    q, shared, apart, shape = views(1)
-    mean, spread = shared.keys()[:, 4:].mean(1), torch.rand(HEADS) * 0.02
-    marks = (torch.rand(2, 120) < 0.4).to(torch.int8)
-    offsets = torch.nn.functional.pad(marks.sum(1).cumsum(0), (1, 0))
-    places = stand_ins.probe_places(16, GOLDEN, q.device)
-    equal(*(stand_ins.sink_share(q, view, shape, 4, 6, mean, spread, 5.0, 0.2, None, 0.1) for view in (apart, shared)))
-    assert torch.equal(
-        *(stand_ins.sampled_rest(q, view, offsets, marks, 4, places, None, 0.2, None) for view in (apart, shared))
-    )
 
 
 def test_batched_rows():

@@ -15,8 +15,6 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods.flexprefill import triton_blocks, triton_pooled, triton_shares
 from saccade.methods.flexprefill.triton_threshold import mass_threshold
-from saccade.methods.lfps import triton_stand_ins, triton_tables
-from saccade.methods.lfps.tables import ScoreTables
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.ops import attend
 from saccade.ops.triton import batched_decode, batched_rank, block_pairs, block_sums, choose, line_sums, rows
@@ -177,43 +175,6 @@ def test_what_loopserve_covers():
         cover(sliced(weights), positions, 10, 0.7)
 
 
-def tables() -> ScoreTables:
-    vertical, slash = torch.rand(2, HEADS, N, generator=generator(9)) ** 8
-    return ScoreTables.of(vertical, slash, 4, N - 1)
-
-
-def test_lfps():
-    q, view, shape = problem()
-    idle, rng = torch.tensor([False, True, False, False]), generator(10)
-    blocks = (torch.rand(4, 9, generator=rng) < 0.3).to(torch.int8)
-    made = tables()
-    agrees(
-        lambda idle, blocks: triton_tables.candidates(made, 140, 130, 0.2, 0, (1, 2), idle, blocks, 16)[2], idle, blocks
-    )
-    offsets, _, marks = triton_tables.candidates(made, 140, 130, 0.2, 0, (1, 2), idle, blocks, 16)
-    mean, wide = torch.randn(2, D, generator=rng), torch.rand(4, generator=rng)
-    agrees(
-        lambda q, *given: triton_stand_ins.sink_share(q, view, shape, 4, 6, *given, 5.0, 0.2, None, 0.3), q, mean, wide
-    )
-    probes = triton_stand_ins.probe_places(20, 0.618, q.device)
-
-    def rest(q, offsets, marks, probes, idle, instead):
-        return triton_stand_ins.sampled_rest(q, view, offsets, marks, 4, probes, (idle, instead), 0.2, None)
-
-    agrees(rest, q, offsets, marks, probes, idle, wide)
-    means = torch.randn(9, KV_HEADS, D, generator=rng)
-    agrees(lambda q, means: triton_stand_ins.mean_scores(q, means, 4), q[:, 0], means)
-    lists = listed(shape)
-
-    def learnt(lists, weights, idle):
-        own = tables()
-        triton_tables.learn(own, lists, weights, idle, 0.9)
-        return own.vertical, own.slash, own.sums
-
-    agrees(learnt, lists, torch.rand(1, lists.indices.numel(), generator=rng), idle)
-    made.slash = sliced(made.slash)
-    with pytest.raises(SaccadeError, match="score tables are written in place"):
-        triton_tables.learn(made, lists, torch.rand(1, lists.indices.numel()), idle, 0.9)
 
 
 def test_passes_over_rows():

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, graph_ms, measured_limits
-from histories import lfps_steps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -139,9 +138,6 @@ class Part:
                 self.row(batch, context, "flashinfer", ms, context, None)
         self.lists(q, pages, best)
         torch.cuda.empty_cache()
-        if batch == 1 and context in (32768, 131072):
-            lfps_steps(self.results, context, best)
-            torch.cuda.empty_cache()
 
     def lists(self, q: Tensor, pages: Pages, best: float | None) -> None:
         repeats, batch, context = q.shape[0], q.shape[1], pages.longest

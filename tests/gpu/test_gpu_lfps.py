@@ -1,8 +1,6 @@
-"""LFPS's decode steps on a GPU against the same steps on the host, and the same from run to run."""
+"""LFPS's rows on a GPU that recorded steps do not take (audited, drafted) against the same rows on the host."""
 
 from __future__ import annotations
-
-from copy import deepcopy
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from helpers import planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.lfps import LFPS
-from saccade.methods.lfps import triton_tables as kernels
 from saccade.ops import Call, run
 from saccade.selection import Candidates
 
@@ -34,7 +31,11 @@ def steps(method: LFPS, q, k, v, device: str):
     return done, state
 
 
-@pytest.mark.parametrize("options", [{}, {"unit": "kv_head", "rest": None}, {"epsilon": 1.0, "blocks": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"unit": "kv_head", "rest": None}, {"epsilon": 1.0, "blocks": 0}, {"bypass": "mean", "read_local": False}],
+    ids=str,
+)
 def test_steps_are_those_of_the_host(options):
     """Keys at the edge of the best may change places, for the logits that rank them are rounded otherwise."""
     method = LFPS(**{"k": 200, "epsilon": 0.02, **options})
@@ -56,18 +57,3 @@ def test_steps_are_those_of_the_host(options):
         assert float(error) < 2e-2
     assert state.tables.vertical.is_cuda
     assert torch.isfinite(state.tables.sums).all()
-
-
-def test_long_tables_scan_and_learn_the_same_from_run_to_run():
-    method = LFPS()
-    q, k, v = planted_heads(8, 2, N, 128, 0)
-    q, k, v = (part.bfloat16() for part in (q, k, v))
-    done, state = steps(method, q, k, v, "cuda")
-    _, ran, _, idle = done[-1]
-    scans = [kernels.candidates(state.tables, N - 20, N - 30, 0.2, 0, (1, 2), idle) for _ in range(5)]
-    assert all(torch.equal(one[2], scans[0][2]) and torch.equal(one[0], scans[0][0]) for one in scans)
-    made = []
-    for _ in range(5):
-        made.append(deepcopy(state.tables))
-        kernels.learn(made[-1], ran.used, ran.weights, idle, 0.95)
-    assert all(torch.equal(one.slash, made[0].slash) and torch.equal(one.sums, made[0].sums) for one in made)

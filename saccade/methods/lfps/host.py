@@ -8,11 +8,9 @@ import torch
 
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
-from saccade.methods.lfps.cpu import table_fields
-from saccade.methods.lfps.recorded import AHEAD, BYPASSES
+from saccade.methods.lfps.cpu import layer_fields, listed_keys
+from saccade.methods.lfps.recorded import AHEAD
 from saccade.methods.lfps.stand_ins import multiples
-from saccade.methods.lfps.tables import GATES
-from saccade.ops.cpu_structs import native
 from saccade.selection.forms import Summarized
 
 if TYPE_CHECKING:
@@ -25,11 +23,7 @@ class HostTables(HostState):
     def __init__(self, opening: Opening, method: LFPS) -> None:
         self._method, self._units = method, opening.states[0].tables.units
         self._first = opening.states[0].tables.first
-        self._everything = method.a is None and method.gate == "off"
-        # Heads that choose together do so by shares of weights, which their sinks have a part in; bypass="mean" reads
-        # none.
-        alone = self._units == opening.spec.heads and not self._everything and method.bypass != "mean"
-        if opening.apart and alone:
+        if opening.apart and self._units == opening.spec.heads:  # heads that choose together do so by weights of sinks
             self.apart = self._first
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
@@ -43,45 +37,23 @@ class HostTables(HostState):
     @classmethod
     def serves(cls, method: LFPS, opening: Opening) -> bool:
         """Whether the kernels do what the options ask for, and every layer knows its tables."""
-        usual = method.slash_shift_on_read and method.bypass_shift and method.read_local and not method.running_means
-        return usual and all(state is not None for state in opening.states)
+        return method.reference_alone is None and all(state is not None for state in opening.states)
 
     def known(self, layer: int) -> dict[str, Any]:
-        tables = self.states[layer].tables
-        mean_key, mean_value, spread = self._kept[layer]
-        return {
-            "tables": native.ScoreTables(**table_fields(tables)),
-            "mean_key": mean_key.data_ptr(),
-            "mean_value": mean_value.data_ptr(),
-            "spread": spread.data_ptr(),
-            "steps": tables.steps,
-        }
+        return layer_fields(self.states[layer].tables, *self._kept[layer])
 
     def keys(self, length: int) -> Any | None:
-        method, first = self._method, self._first
-        keys = length - first
+        method, keys = self._method, length - self._first
         if keys <= method.budget(keys):
             return None  # everything is read, and learnt from
-        everything = self._everything
-        return native.ListedKeys(
-            units=self._units,
-            sinks=first,
-            local=min(method.local, keys),
-            best=method.best(keys),
-            tables=True,
-            a=0.0 if method.a is None else method.a,
-            unbounded=method.a is None,
-            gate=GATES.index(method.gate),
-            before=method.before,
-            after=method.after,
-            blocks=0 if everything else method.blocks,
-            block_size=method.block_size,
-            bypass_local=method.local,
-            probes=0 if everything or method.rest is None else method.probes,
-            places=self._places.data_ptr(),
-            epsilon=method.epsilon,
-            decay=method.r,
-            bypass=BYPASSES.index(method.bypass),
+        return listed_keys(
+            method,
+            self.states[0].tables,
+            min(method.local, keys),
+            method.best(keys),
+            self._places,
+            blocks=method.blocks,
+            probes=0 if method.rest is None else method.probes,
             apart=self.apart > 0,
         )
 

@@ -4,16 +4,6 @@ Two decayed tables per head remember which positions (vertical lines) and which 
 A step scores only the keys that a table holds above a threshold, and their neighbours. A head that rests on its sinks
 anyway is bypassed. Choices where the paper errs or is silent, the other value of each option being the paper:
 
-* ``slash_shift_on_read``: eq. 7 reads the slash table as the last row left it, one position too old, so that a pure
-  slash head never finds its key. The table is stored by distance here and read for the row at hand;
-* ``bypass="sink_mean"``: a bypassed head returns its sinks' output merged with the mean value at the estimated weight
-  of everything else; ``"sink"`` leaves the mean out, ``"mean"`` is Alg. 1, which returns the mean value alone;
-* ``bypass_shift``: a bypass leaves the tables aligned with the row; in the paper they fall behind by one;
-* ``read_local``: the ``local`` last keys, whose logits the bypass needs, are always read, counted in ``k``, and what
-  they weigh is learnt; the paper reads only the row's own key, beside its top-k, and learns from the top-k alone;
-* the threshold of eq. 8 is printed with kurtosis over n, and meant so: with the n nearly everything is a candidate;
-* ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
-  (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k;
 * ``blocks``: history cannot foresee what a query asks for that no query asked before. So the keys of the ``blocks``
   blocks of ``block_size`` whose mean keys agree best with the query are candidates too, one mean read per block; the
   paper has none (0);
@@ -22,16 +12,32 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
   suggest: heads that average over much of the context lose little (the paper's third finding, which it uses for
   bypassed heads alone: ``none``);
 * ``history="restart"``: a new turn fills the tables from its own last rows alone; ``"keep"`` lets what the turn before
-  left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn.
+  left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn;
+* the threshold of eq. 8 is printed with kurtosis over n, and meant so: with the n nearly everything is a candidate.
+
+The options that follow are for comparisons: with another value than the default, rows are served by the reference in
+torch, one by one, and neither by the C++ kernels nor by those of recorded steps.
+
+* ``slash_shift_on_read``: eq. 7 reads the slash table as the last row left it, one position too old, so that a pure
+  slash head never finds its key. The table is stored by distance here and read for the row at hand;
+* ``bypass="sink_mean"``: a bypassed head returns its sinks' output merged with the mean value at the estimated weight
+  of everything else; ``"sink"`` leaves the mean out, ``"mean"`` is Alg. 1, which returns the mean value alone;
+* ``bypass_shift``: a bypass leaves the tables aligned with the row; in the paper they fall behind by one;
+* ``read_local``: the ``local`` last keys, whose logits the bypass needs, are always read, counted in ``k``, and what
+  they weigh is learnt; the paper reads only the row's own key, beside its top-k, and learns from the top-k alone;
+* ``running_means``: means take in decoded tokens, too; else they and the spread are the prompt's;
+* ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
+  (``"off_for_c0"`` spares those). ``a=none``: no threshold; with ``gate=off`` every key is a candidate: exact top-k.
 
 The paper to the letter: ``lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean,
-bypass_shift=false, read_local=false)``. Means and spread are the prompt's; ``running_means`` lets decoded tokens in.
+bypass_shift=false, read_local=false)``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -40,59 +46,22 @@ from torch import Tensor
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.host_state import HostState
-from saccade.methods.lfps import device
+from saccade.methods.lfps import cpu
+from saccade.methods.lfps.choosing import choose
 from saccade.methods.lfps.host import HostTables
 from saccade.methods.lfps.prompt import last_rows, last_spread
 from saccade.methods.lfps.recorded import ForeseenKeys, RecordedTables
-from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
-from saccade.methods.lfps.tables import GATES, ScoreTables, candidates, join_blocks, learn
+from saccade.methods.lfps.state import LFPSState, TurnBefore
+from saccade.methods.lfps.tables import ScoreTables, learn
 from saccade.methods.options import require, require_choice, require_number, require_whole
-from saccade.methods.state import MethodState
-from saccade.ops.block_scores import top_blocks
 from saccade.ops.weights import as_tokens
 from saccade.selection import Candidates, Dense, Selection
 from saccade.selection.forms import PlanSpec
 from saccade.selection.plan import DevicePlan
 
-
-@dataclass
-class LFPSState(MethodState):
-    replaced: ClassVar[frozenset[str]] = frozenset({"spread", "idle"})
-
-    tables: ScoreTables
-    mean_key: Tensor  # fp32 [kv_heads, head_dim], over all keys but the sinks, as is mean_value
-    mean_value: Tensor
-    counted: int  # keys in the means
-    spread: Tensor  # fp32 [heads]: variance of the last prompt row's logits over the square of its query's norm
-    seen: int  # the last row that the tables know of
-    idle: Tensor | None = None  # bool [heads]: who was bypassed in the step at hand
-
-    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
-        """See MethodState."""
-        for name in ("mean_key", "mean_value"):
-            fitting.tensor(name, getattr(self, name), torch.float32, sizes.kv_heads, sizes.head_dim)
-        fitting.tensor("spread", self.spread, torch.float32, sizes.heads)
-        if self.idle is not None:
-            fitting.tensor("idle", self.idle, torch.bool, sizes.heads)
-        fitting.within("counted", self.counted, 0, sizes.length)
-        fitting.within("seen", self.seen, -1, sizes.length - 1)
-        known, room = self.seen + 1 - self.tables.first, self.tables.vertical.shape[-1]
-        fitting.require(known <= room, f"knows of {known} positions and has room for {room}")
-
-    def holds(self, length: int) -> bool:
-        return length == self.seen + 1
-
-    def learnt(self) -> int:
-        return self.seen + 1
-
-
-@dataclass
-class TurnBefore(MethodState):
-    """What the turn before left, for ``history="keep"``; nothing where tokens were cut off since."""
-
-    state: LFPSState | None
+# Options whose other values the reference alone knows.
+COMPARED = "gate", "bypass", "slash_shift_on_read", "bypass_shift", "read_local", "running_means"
 
 
 @dataclass(frozen=True)
@@ -165,12 +134,30 @@ class LFPS(Method):
         require_choice("block_size", self.block_size, (4, 8, 16, 32, 64, 128))
         require_choice("history", self.history, ("restart", "keep"))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
-        require_choice("gate", self.gate, GATES)
+        require_choice("gate", self.gate, ("paper", "off_for_c0", "off"))
         require_choice("bypass", self.bypass, ("sink_mean", "sink", "mean"))
         for name in ("slash_shift_on_read", "bypass_shift", "read_local", "running_means"):
             require_choice(name, getattr(self, name), (False, True))
         object.__setattr__(self, "tail_rows", self.s)
         object.__setattr__(self, "watches", self.history == "keep")
+
+    @cached_property
+    def reference_alone(self) -> str | None:
+        """The option, with its value, for which rows are served by the reference in torch alone, in a sentence; None
+        where kernels know all of them."""
+        given = [name for name in COMPARED if getattr(self, name) != getattr(LFPS, name)] + ["a"] * (self.a is None)
+        shown = ", ".join(f"{name}={str(getattr(self, name)).lower()}" for name in given)
+        return f"{shown} is for comparisons: the reference in torch serves it" if given else None
+
+    @property
+    def every_key(self) -> bool:
+        """Whether every key is a candidate."""
+        return self.a is None and self.gate == "off"
+
+    def probes_at(self, query: Query) -> int:
+        """How many keys a row asks for the weight of those that are no candidates."""
+        hidden = query.window is not None or query.gone is not None  # then they are not those that nothing stands for
+        return 0 if self.rest is None or self.every_key or hidden else self.probes
 
     def budget(self, keys: int) -> int:
         """How many of ``keys`` keys that are no sinks a row reads, the local ones among them."""
@@ -221,101 +208,38 @@ class LFPS(Method):
         state.idle = None
         if length - (not self.read_local) <= self.budget(length):
             return Dense(shape)
-        if device.serves(self, query, state) is None:
-            return device.select_candidates(self, query, state, length)
-        rest = self._bypass(query, state) if self.epsilon < 1 else None
         local = min(self.local if self.read_local else 1, length)
-        if self.a is None and self.gate == "off":
-            chosen = Candidates.all_keys(shape, tables.units, self.best(length), tables.first, local)
-            offsets, indices, full = chosen.offsets, chosen.indices, chosen.full
-            query.cost.scored += shape.causal_pairs
-        else:
-            offsets, indices = self._candidates(query, tables, length, local, state.idle)
-            full = None
-            query.cost.scored += round(int(offsets[-1]) / tables.units) + local + tables.first
-            if self.rest == "sample" and query.window is None and query.gone is None:  # else some keys are hidden
-                rest = self._unread(query, state, offsets, indices, shape.k_len - local, rest)
+        by_kernels = cpu.why_not(self, query.q, query.kv, tables) is None
+        found = (cpu.choose if by_kernels else choose)(self, query, state, length, local)
+        self._count(query, tables, found.offsets, local)
+        state.idle = found.idle
+        rest = None if found.rest is None else (found.rest, state.mean_value.repeat_interleave(shape.group, 0))
         return Candidates(
             shape,
-            offsets,
-            indices,
-            torch.full((tables.units,), self.best(length), device=offsets.device),
+            found.offsets,
+            found.indices,
+            torch.full((tables.units,), self.best(length), device=found.offsets.device),
             tables.first,
             local,
-            full,
+            torch.ones(tables.units, dtype=torch.bool, device=shape.device) if self.every_key else None,
             state.idle,
             0 if self.bypass == "mean" else tables.first,
             rest,
         )
 
-    def _candidates(
-        self, query: Query, tables: ScoreTables, length: int, local: int, idle: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """What the tables foresee, and the keys of the best blocks."""
-        skip = None if idle is None else idle.view(tables.units, -1).all(1)
-        offsets, indices = candidates(
-            tables,
-            length,
-            length - local,
-            self.a,
-            self.gate,
-            (self.before, self.after),
-            tables.row - tables.first,
-            skip,
-        )
-        full = query.shape.k_len // self.block_size
-        if self.blocks == 0 or full == 0:
-            return offsets, indices
-        query.cost.estimated += full
-        summary = query.kv.summary("stored_mean", self.block_size)
-        best = top_blocks(query.q[:, 0], summary, tables.units, min(self.blocks, full), 0, full)
-        return join_blocks(offsets, indices, best, self.block_size, tables.first, query.shape.k_len - local)
-
-    def _unread(
-        self,
-        query: Query,
-        state: LFPSState,
-        offsets: Tensor,
-        indices: Tensor,
-        stop: int,
-        bypassed: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """What stands for the keys that are no candidates; for bypassed heads, what does already."""
-        first = state.tables.first
-        lse = sampled_rest(query.q, query.kv, offsets, indices, first, stop, self.probes, query.scale, query.softcap)
-        query.cost.scored += min(self.probes, stop - first)
-        if state.idle is not None:
-            lse = torch.where(state.idle, -torch.inf if bypassed is None else bypassed[0], lse)
-        return lse, state.mean_value.repeat_interleave(query.shape.group, 0)
-
-    def _bypass(self, query: Query, state: LFPSState) -> tuple[Tensor, Tensor] | None:
-        """Decide who is bypassed (state.idle), and what stands for the keys that they leave out."""
-        shape, first = query.shape, state.tables.first
-        if first == 0:
-            return None
-        log_count = math.log(max(1, shape.q_start + 1 - first))
-        lse = sink_share(
-            query.q,
-            query.kv,
-            shape,
-            first,
-            self.local,
-            state.mean_key,
-            state.spread,
-            log_count,
-            query.scale,
-            query.softcap,
-        )
-        query.cost.scored += first + self.local
-        query.cost.estimated += 1
-        idle = torch.exp(lse[:, 0] - torch.logsumexp(lse, 1)) > self.epsilon
-        if not bool(idle.any()):
-            return None
-        state.idle = idle
-        if self.bypass == "sink":
-            return None
-        value = state.mean_value.repeat_interleave(shape.group, 0)
-        return torch.where(idle, lse[:, 1], -torch.inf), value
+    def _count(self, query: Query, tables: ScoreTables, offsets: Tensor, local: int) -> None:
+        """What it cost to decide."""
+        cost, first = query.cost, tables.first
+        if self.epsilon < 1 and first > 0:
+            cost.scored += first + self.local
+            cost.estimated += 1
+        if self.every_key:
+            cost.scored += query.shape.causal_pairs
+            return
+        cost.scored += round(int(offsets[-1]) / tables.units) + local + first
+        cost.scored += min(self.probes_at(query), query.shape.k_len - local - first)
+        if self.blocks:
+            cost.estimated += query.shape.k_len // self.block_size
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         return DevicePlan.alike(self, spec, ForeseenKeys.of(self, spec))
@@ -331,8 +255,11 @@ class LFPS(Method):
         tables.row.fill_(position)
         if state.idle is not None and not self.bypass_shift:
             tables.stay(state.idle.view(tables.units, -1).all(1), position + 1 - tables.first)
-        stop = position + int(self.read_local)  # the paper does not learn from the row's own key
-        learn(tables, *as_tokens(selection, weights), state.idle, self.r, stop)
+        read = as_tokens(selection, weights)
+        if cpu.why_not(self, query.q, query.kv, tables) is None:
+            cpu.learn(tables, *read, state.idle, self.r)
+        else:  # the paper does not learn from the row's own key
+            learn(tables, *read, state.idle, self.r, position + int(self.read_local))
         state.seen = position
 
     def _extend_means(self, query: Query, state: LFPSState) -> None:

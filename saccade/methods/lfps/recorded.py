@@ -4,40 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.lfps.tables import GATES, learnt
+from saccade.methods.lfps.tables import learnt
 from saccade.selection.forms import Known, PlanSpec, Room, Summarized
 from saccade.selection.readings import OwnReading
 
 if TYPE_CHECKING:
-    from saccade.methods.lfps.method import LFPS, LFPSState
+    from saccade.methods.lfps.method import LFPS
+    from saccade.methods.lfps.state import LFPSState
 
 AHEAD = 1024  # keys that room is made for at a time
 MOST_PROBES = 128
-BYPASSES = ("sink", "sink_mean", "mean")
+
+
+class Words(NamedTuple):
+    """A row's numbers, and addresses of what kernels find and leave (see ops/triton/state_words.py)."""
+
+    sinks: int
+    local: int  # last keys, which are forced
+    k: int  # 0: a share
+    least: int
+    before: int
+    after: int
+    blocks: int
+    probes: int
+    capacity: int  # of the tables
+    room: int  # keys that a step may learn of
+    vertical: int  # float32 [units, capacity], as is slash
+    slash: int
+    sums: int  # float64 [units, 2, 4]
+    scale: int  # float64 [units]
+    mean_key: int  # float32 [kv_heads, head_dim], as is mean_value
+    mean_value: int
+    spread: int  # float32 [heads]
+    pending: int  # int32 [units, room]: keys that the step has read
+    gains: int  # float32 [units, room]: what they gain
+    marks: int  # int64 [units, 3]: Marks
+
+
+class Reals(NamedTuple):
+    share: float  # k where it is a share
+    decay: float
+    a: float
+    epsilon: float
+
+
+class Marks(NamedTuple):
+    """Of a unit: the length that what is pending belongs to; the length learnt up to; how many keys are pending, -1
+    where the unit learns nothing."""
+
+    until: int
+    learnt: int
+    keys: int
 
 
 @dataclass(frozen=True)
 class ForeseenKeys(OwnReading):
     """What ``LFPS`` reads, as many keys as ``room`` says for each of ``units``. ``size``: of the blocks whose
-    means name candidates, 0 where none do. ``running``: whether the means run."""
+    means name candidates, 0 where none do."""
 
     units: int
     room: Room
     size: int
-    running: bool = False
     method: LFPS | None = None
 
     @classmethod
     def of(cls, method: LFPS, spec: PlanSpec) -> ForeseenKeys:
         units = spec.heads if method.unit == "q_head" else spec.kv_heads
         room = Room.of(method.k, method.sinks + method.local + (method.least if method.k < 1 else 0))
-        return cls(units, room, method.block_size if method.blocks else 0, method.running_means, method)
+        return cls(units, room, method.block_size if method.blocks else 0, method)
 
     @property
     def form(self) -> ForeseenKeys:
@@ -51,21 +91,19 @@ class ForeseenKeys(OwnReading):
         assert self.method is not None
         if self.method.probes > MOST_PROBES:
             return f"the kernels take up to {MOST_PROBES} probes, not {self.method.probes}"
-        return None
+        return self.method.reference_alone
 
     def cost(self, length: int, step: int = 0) -> Known:
         method = self.method
         assert method is not None
         first = min(method.sinks, length)
         keys = length - first
-        if keys - (not method.read_local) <= method.budget(keys):
+        if keys <= method.budget(keys):
             return Known("dense", 0, 0)
         bypasses = method.epsilon < 1 and first > 0
-        local = min(method.local if method.read_local else 1, keys)
+        local = min(method.local, keys)
         exact = (first + method.local) * bypasses + local + first
         estimated = int(bypasses)
-        if method.a is None and method.gate == "off":  # every key is a candidate: nothing is left to estimate
-            return Known("tokens", 0, estimated, exact, chooses=True)
         if method.rest is not None:
             exact += min(method.probes, keys - local)
         if method.blocks:
@@ -76,15 +114,13 @@ class ForeseenKeys(OwnReading):
         from saccade.methods.lfps.triton_row_blocks import best_blocks
         from saccade.methods.lfps.triton_row_candidates import candidates, scan
         from saccade.methods.lfps.triton_row_choice import choose, read_values
-        from saccade.methods.lfps.triton_row_learning import move_means, take_in
+        from saccade.methods.lfps.triton_row_learning import take_in
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
         seen = scan(rows, units, take_in(rows, units))
-        if self.running:
-            move_means(rows)
         idle, instead = bypasses(rows)
         blocks = best_blocks(rows, units, self.size) if self.size else None
         found = candidates(rows, units, seen, idle, blocks, self.size)
@@ -97,12 +133,11 @@ class ForeseenKeys(OwnReading):
 
 @dataclass(eq=False)
 class _Layer:
-    """Beside the tables: see triton_row_words.py."""
+    """Beside the tables, as ``Words`` says."""
 
     pending: Tensor
     gains: Tensor
     marks: Tensor
-    counted: Tensor
 
 
 class RecordedTables(DeviceState):
@@ -111,7 +146,6 @@ class RecordedTables(DeviceState):
     def __init__(self, opening: Opening, method: LFPS) -> None:
         super().__init__(opening)
         self._method, self._device = method, opening.device
-        self._kv_heads = opening.spec.kv_heads
         self.room = opening.length + AHEAD
         self._layers = [self._opened(state) for state in self.states]
         self._spread = [state.spread.float().contiguous() for state in self.states]
@@ -120,22 +154,33 @@ class RecordedTables(DeviceState):
         method, state, own = self._method, self.states[layer], self._layers[layer]
         tables = state.tables
         tables.check()
-        tensors = (
-            tables.vertical, tables.slash, tables.sums, tables.scale, tables.row, state.mean_key, state.mean_value,
-            self._spread[layer], own.pending, own.gains, own.marks, own.counted,
-        )  # fmt: skip
-        probes = 0 if method.rest is None or (method.a is None and method.gate == "off") else method.probes
-        return (
-            tables.first, method.local if method.read_local else 1, int(method.k) if method.k >= 1 else 0,
-            method.least, method.before, method.after, method.blocks, probes, BYPASSES.index(method.bypass),
-            method.slash_shift_on_read + 2 * method.bypass_shift + 4 * method.read_local,
-            GATES.index(method.gate), method.running_means,
-            tables.capacity, own.pending.shape[1], *(one.data_ptr() for one in tensors), method.local,
-        )  # fmt: skip
+        return Words(
+            sinks=tables.first,
+            local=method.local,
+            k=int(method.k) if method.k >= 1 else 0,
+            least=method.least,
+            before=method.before,
+            after=method.after,
+            blocks=method.blocks,
+            probes=0 if method.rest is None else method.probes,
+            capacity=tables.capacity,
+            room=own.pending.shape[1],
+            vertical=tables.vertical.data_ptr(),
+            slash=tables.slash.data_ptr(),
+            sums=tables.sums.data_ptr(),
+            scale=tables.scale.data_ptr(),
+            mean_key=state.mean_key.data_ptr(),
+            mean_value=state.mean_value.data_ptr(),
+            spread=self._spread[layer].data_ptr(),
+            pending=own.pending.data_ptr(),
+            gains=own.gains.data_ptr(),
+            marks=own.marks.data_ptr(),
+        )
 
     def reals(self, layer: int) -> Sequence[float]:
         method = self._method
-        return method.k, method.r, -1.0 if method.a is None else method.a, method.epsilon
+        assert method.a is not None
+        return Reals(share=method.k, decay=method.r, a=method.a, epsilon=method.epsilon)
 
     @torch.inference_mode()
     def grow(self, length: int) -> None:
@@ -162,24 +207,21 @@ class RecordedTables(DeviceState):
         tables.grow(self.room - tables.first)
         state.mean_key, state.mean_value = state.mean_key.contiguous(), state.mean_value.contiguous()
         room = self._pending_room(tables.first)
-        marks = torch.zeros(tables.units, 4, dtype=torch.int64, device=device)
-        marks[:, 2] = -1
+        marks = torch.tensor([Marks(until=0, learnt=0, keys=-1)] * tables.units, dtype=torch.int64, device="cpu").to(
+            device
+        )
         return _Layer(
             torch.zeros(tables.units, room, dtype=torch.int32, device=device),
             torch.zeros(tables.units, room, device=device),
             marks,
-            torch.full((self._kv_heads,), state.counted, dtype=torch.int64, device=device),
         )
 
     def _settle(self, state: LFPSState, own: _Layer, length: int) -> None:
         """Take in what the last step has left."""
         tables = state.tables
-        state.seen, state.idle, state.counted = length - 1, None, int(own.counted[0])
+        state.seen, state.idle = length - 1, None
         tables.row.fill_(length - 1)
-        for unit, (pending, done, count, stays) in enumerate(own.marks.tolist()):
-            if pending == length and done < pending:
-                if stays:
-                    tables.stay(torch.arange(tables.units, device=self._device) == unit, length - tables.first)
-                if count >= 0:
-                    learnt(tables, unit, own.pending[unit, :count].long(), own.gains[unit, :count], self._method.r)
+        for unit, (until, done, count) in enumerate(own.marks.tolist()):
+            if until == length and done < until and count >= 0:
+                learnt(tables, unit, own.pending[unit, :count].long(), own.gains[unit, :count], self._method.r)
         tables.refresh(slice(None))

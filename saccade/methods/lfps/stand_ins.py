@@ -1,5 +1,5 @@
 """What stands for keys that LFPS does not read: the estimated share of a head's sinks, which decides its bypass, and
-the weight of keys that are no candidates. That is the meaning; the C++ and Triton kernels do the same."""
+the weight of keys that are no candidates. That is the meaning; kernels do the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.methods.lfps import cpu
 from saccade.ops.reference import logits
 from saccade.selection import Shape
 
@@ -32,8 +31,6 @@ def sink_share(
     """Three log-sum-exps of one row's logits, fp32 [heads, 3] (LFPS eq. 5): over the first ``sinks`` keys; over all
     others, from their mean key ``mean_key`` [kv_heads, head_dim] and ``spread`` [heads], the variance of their logits
     over the square of the query's norm, ``log_count`` the log of their number; and over the last ``local`` keys."""
-    if cpu.serves_keys(q, kv) is None:
-        return cpu.sink_share(q, kv, shape, sinks, local, mean_key, spread, log_count, scale, softcap)
     n = shape.q_start + 1
     row = q[:, 0].float().unflatten(0, (shape.kv_heads, -1))  # [G, g, d]
     parts = [
@@ -61,11 +58,9 @@ def sampled_rest(
 ) -> Tensor:
     """Estimated log-sum-exp of one row's logits over the keys ``first .. stop - 1`` that its unit does not list, fp32
     [heads]: from ``probes`` of them that a low-discrepancy sequence spreads over all, each standing for as many as were
-    passed over. ``q`` [heads, 1, head_dim]; lists as for ``tables.join_blocks``. -inf where no probe lies
+    passed over. ``q`` [heads, 1, head_dim]; lists as for ``choosing.join_blocks``. -inf where no probe lies
     outside a list."""
     at = spread_places(stop - first, probes).to(q.device) + first
-    if cpu.serves_keys(q, kv) is None and q.shape[0] % (offsets.numel() - 1) == 0:
-        return cpu.probe(q, kv, offsets, indices, at.int(), stop - first, scale, softcap)
     units, heads, size = offsets.numel() - 1, q.shape[0], stop - first
     unit = torch.arange(units, device=at.device)
     keyed = indices.long() + torch.repeat_interleave(unit * stop, offsets.diff())

@@ -1,9 +1,9 @@
 """LFPS's score tables: two histories of which keys a head attended to, by position and by distance
-(docs/algorithms.md 1.2).
+(docs/algorithms.md 1.2), and what a step adds to them.
 
 A table's entry is a decayed sum of what the key at that position (``vertical``), or at that distance from the row
-(``slash``), received. Stored by distance, a slash line stays where it is while the row moves on. The functions here are
-the meaning; the C++ kernels do the same in one pass where they can, but for the order of their sums.
+(``slash``), received. Stored by distance, a slash line stays where it is while the row moves on. That is the
+meaning; kernels do the same, but for the order of their sums.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.machine import ask_for_huge_pages
 from saccade.methods.fitting import Fitting, Sizes
-from saccade.methods.lfps import cpu
 from saccade.methods.options import LARGEST
 from saccade.methods.state import MethodState
-from saccade.ops import triton
 from saccade.selection import Tokens
-from saccade.selection.csr import offsets_of_lists
 
 BLOCK = 16  # entries that share an upper bound: a cache line
 REFRESH = 64  # steps between two exact recomputations of the power sums
-GATES = ("paper", "off_for_c0", "off")
 
 
 @dataclass
@@ -114,10 +110,16 @@ class ScoreTables(MethodState):
         self.vertical, self.slash = _widened((self.vertical, self.slash), capacity)
         self.vertical_max, self.slash_max = _widened((self.vertical_max, self.slash_max), capacity // BLOCK)
 
+    def step(self) -> Tensor:
+        """Count a step: bool [units], those whose power sums are due to be computed anew after it."""
+        due = _due(self.units)[self.steps % REFRESH :]
+        self.steps += 1
+        return due
+
     def stay(self, units: Tensor, length: int) -> None:
         """Leave the slash tables of ``units`` (bool [units]) where they are in a context of ``length`` positions while
         the row moves on by one: all their distances grow by one."""
-        if not units.is_cuda and not bool(units.any()):
+        if not bool(units.any()):
             return
         self.grow(length + 1)
         moved = torch.nn.functional.pad(self.slash[:, :-1], (1, 0))
@@ -140,99 +142,8 @@ class ScoreTables(MethodState):
             bounds[unit] = table[unit].unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
-def threshold(sums: Tensor, n: int, a: float) -> tuple[float, float]:
-    """(mean, tau) of a table with power sums ``sums`` [4] over ``n`` entries: tau = ``a`` times the mean over kappa =
-    sum (x - mean)^4 / (sum (x - mean)^2)^2 (eq. 8), which is the kurtosis over n; +inf where all entries are equal."""
-    s1, s2, s3, s4 = sums.tolist()
-    mean = s1 / n if n else 0.0
-    m2 = s2 - n * mean**2
-    m4 = s4 - 4 * mean * s3 + 6 * mean**2 * s2 - 3 * n * mean**4
-    if n <= 1 or not m2 > 1e-12 * s2 or not m4 > 0:
-        return mean, float("inf")
-    return mean, a * mean * m2 * m2 / m4
-
-
-def candidates(
-    tables: ScoreTables,
-    length: int,
-    stop: int,
-    a: float | None,
-    gate: str,
-    offsets: tuple[int, int],
-    base: Tensor,
-    skip: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Candidates of every unit (LFPS Alg. 1, C1) as lists: (offsets int64 [units + 1], positions int32).
-
-    C0 holds the entries above their table's ``threshold`` (every one where ``a`` is None); C1 those within ``offsets``
-    (before, after) of C0, less those that exceed the mean of neither table (``gate="paper"``; ``"off_for_c0"`` spares
-    C0, ``"off"`` everything). ``length`` counts the tables' positions, of which those below ``stop`` may be candidates;
-    ``base`` int64 [units] is the table position at distance 0. Units with ``skip`` get empty lists.
-    """
-    if cpu.serves(tables.vertical) is None:
-        return cpu.candidates(tables, length, stop, a, GATES.index(gate), offsets, base, skip)
-    lists = [
-        torch.arange(0, device=base.device)
-        if skip is not None and bool(skip[unit])
-        else _unit_candidates(tables, unit, length, stop, a, gate, offsets, int(base[unit]))
-        for unit in range(tables.units)
-    ]
-    return offsets_of_lists(lists, base.device), (torch.cat(lists) + tables.first).to(torch.int32)
-
-
-def join_blocks(
-    offsets: Tensor, indices: Tensor, blocks: Tensor, size: int, first: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Lists of keys (``offsets`` int64 [units + 1], ``indices`` int32, rising) with the keys ``first .. stop - 1`` of
-    ``blocks`` (int32 [units, m], rising, of ``size`` keys) in them: (offsets, indices) likewise, without repeats."""
-    if cpu.serves(indices) is None:
-        return cpu.join_blocks(offsets, indices, blocks, size, first, stop)
-    keys = (blocks.long()[..., None] * size + torch.arange(size, device=blocks.device)).flatten(1)
-    bounds = offsets.tolist()
-    lists = [
-        torch.unique(torch.cat([indices[start:end].long(), own[(own >= first) & (own < stop)]]))
-        for own, start, end in zip(keys, bounds, bounds[1:])
-    ]
-    return offsets_of_lists(lists, blocks.device), torch.cat(lists).to(torch.int32)
-
-
-def _unit_candidates(
-    tables: ScoreTables,
-    unit: int,
-    length: int,
-    stop: int,
-    a: float | None,
-    gate: str,
-    offsets: tuple[int, int],
-    base: int,
-) -> Tensor:
-    device = tables.vertical.device
-    distance = base - torch.arange(length, device=device)
-    known = (distance >= 0) & (distance < tables.capacity)
-    slash = torch.where(known, tables.slash[unit][distance.clamp(0, tables.capacity - 1)], 0.0)
-    above, high = torch.zeros(2, length, dtype=torch.bool, device=device)
-    for values, sums in zip((tables.vertical[unit, :length], slash), tables.sums[unit]):
-        mean, tau = threshold(sums, length, 0.0 if a is None else a)
-        above |= torch.ones_like(above) if a is None else values > torch.tensor(tau, dtype=torch.float32, device=device)
-        high |= values > torch.tensor(mean, dtype=torch.float32, device=device)
-    near = torch.zeros_like(above)
-    for offset in range(-offsets[0], offsets[1] + 1):
-        moved = above.nonzero()[:, 0] + offset
-        near[moved[(moved >= 0) & (moved < length)]] = True
-    chosen = near if gate == "off" else near & high
-    if gate == "off_for_c0":
-        chosen |= above
-    return chosen[:stop].nonzero()[:, 0]
-
-
 def learn(
-    tables: ScoreTables,
-    read: Tokens,
-    weights: Tensor,
-    idle: Tensor | None,
-    decay: float,
-    stop: int = LARGEST,
-    threads: int | None = None,
+    tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float, stop: int = LARGEST
 ) -> None:
     """What a step adds (LFPS eq. 10): tables decay, and each of the m positions read, from ``first`` on and below
     ``stop``, gains w - 1 / (2 m), w its weight among them, averaged over the unit's query heads; so both tables' sums
@@ -241,16 +152,7 @@ def learn(
     ``read`` and ``weights`` as :func:`saccade.ops.weights.selected_weights` lays them out, ``idle`` bool [heads]: who
     has no say; a unit whose heads are all idle stays as it is. ``tables.row`` must be the step's alignment already.
     """
-    refresh = _due(tables.units)[tables.steps % REFRESH :]
-    tables.steps += 1
-    if tables.vertical.is_cuda and triton.available():
-        from saccade.methods.lfps import triton_tables
-
-        triton_tables.learn(tables, read, weights, idle, decay, stop)
-        return
-    if cpu.serves(tables.vertical) is None and weights.dtype == torch.float32:
-        cpu.learn(tables, read, weights, idle, decay, stop, refresh, threads)
-        return
+    refresh = tables.step()
     heads = read.shape.heads // tables.units
     lists, bounds = read.lists(), read.offsets.tolist()
     per_list = read.shape.heads // read.units

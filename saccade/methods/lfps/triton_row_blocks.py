@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import query_of, static
+from saccade.methods.lfps.triton_row_words import W, query_of, static
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
@@ -61,7 +61,7 @@ def _mean_scores(
     full = tl.load(lengths + row) // SIZE
     member = tl.arange(0, GROUP)
     if tl.program_id(0) == 0:
-        wanted = tl.minimum(tl.load(words + row.to(tl.int64) * word_row + 6), full.to(tl.int64)).to(tl.int32)
+        wanted = tl.minimum(tl.load(words + row.to(tl.int64) * word_row + W.blocks), full.to(tl.int64)).to(tl.int32)
         own = bounds + (row * UNITS + kv_head * (UNITS // KV_HEADS) + member) * 5
         mine = member < UNITS // KV_HEADS
         tl.store(own, tl.zeros([GROUP], tl.int32), mask=mine)

@@ -1,4 +1,4 @@
-"""LFPS's candidates in recorded steps. Means what tables.py means."""
+"""LFPS's candidates in recorded steps. Means what choosing.py means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import budget_at, pointer
+from saccade.methods.lfps.triton_row_words import W, budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
@@ -85,11 +85,10 @@ def _scan(
     entry = (row * UNITS + unit).to(tl.int64)
     # What the words say is loaded before it is known that it is of use: one wait instead of several.
     own, reals = words + row.to(tl.int64) * word_row, reals + row.to(tl.int64) * real_row
-    length, first, flags = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 9)
-    line = unit * tl.multiple_of(tl.load(own + 12), 16)
-    verticals = tl.multiple_of(pointer(own, 14, tl.float32), 16)
-    slashes = tl.multiple_of(pointer(own, 15, tl.float32), 16)
-    everything = tl.load(reals + 2) < 0
+    length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
+    line = unit * tl.multiple_of(tl.load(own + W.capacity), 16)
+    verticals = tl.multiple_of(pointer(own, W.vertical, tl.float32), 16)
+    slashes = tl.multiple_of(pointer(own, W.slash, tl.float32), 16)
     n, dense, _take, _local = budget_at(own, reals, length, first)
     if (length > 0) & (dense == 0) & (chunk * SPAN < n):
         word, lane = tl.arange(0, SPAN // 16)[:, None], tl.arange(0, 16)[None, :]
@@ -103,18 +102,16 @@ def _scan(
         own_seen = seen + entry * 2 * width + chunk * (SPAN // 16)
         to = tl.arange(0, SPAN // 16)
         mine = to < tl.cdiv(left, 16)
-        tl.store(own_seen + to, _bits(vertical, own_limits, everything, left, SPAN), mask=mine)
-        # The farthest distance that a key has may be one less than there are keys.
-        left = tl.minimum(left, length - 1 + (flags & 1).to(tl.int32) - first - chunk * SPAN)
-        tl.store(own_seen + width + to, _bits(slash, own_limits + 2, everything, left, SPAN), mask=mine)
+        tl.store(own_seen + to, _bits(vertical, own_limits, left, SPAN), mask=mine)
+        tl.store(own_seen + width + to, _bits(slash, own_limits + 2, left, SPAN), mask=mine)
 
 
 @triton.jit
-def _bits(value, limits, everything, left, SPAN: tl.constexpr):
+def _bits(value, limits, left, SPAN: tl.constexpr):
     """Words of the entries ``value``, of which ``left`` count."""
     lane = tl.arange(0, 16)[None, :]
     at = tl.arange(0, SPAN // 16)[:, None] * 16 + lane
-    mean, tau = tl.load(limits), tl.where(everything, float("-inf"), tl.load(limits + 1))
+    mean, tau = tl.load(limits), tl.load(limits + 1)
     bits = tl.where((value > tau) & (at < left), 1 << lane, 0)
     return tl.sum(bits | tl.where((value > mean) & (at < left), 65536 << lane, 0), 1)
 
@@ -165,9 +162,9 @@ def _mark(
     part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     own = words + row.to(tl.int64) * word_row  # as in _scan
-    length, first, gate = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 10)
-    before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
-    base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
+    length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
+    before, after = tl.load(own + W.before).to(tl.int32), tl.load(own + W.after).to(tl.int32)
+    base = length - 1 - first
     votes = 0
     for head in tl.static_range(EACH):
         votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
@@ -192,8 +189,7 @@ def _mark(
             near = near | _far(seen, word, last, base, n_words, far)
         for far in tl.range(17, after + 1):
             near = near | _far(seen, word, last, base, n_words, -far)
-        chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
-        chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
+        chosen = near & (here >> 16) & 65535
         if SIZE > 0:
             key = first + word * 16
             for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
@@ -246,7 +242,7 @@ def _list(
     parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
     own = words + row.to(tl.int64) * word_row  # as in _scan
-    length, first = tl.load(lengths + row), tl.load(own).to(tl.int32)
+    length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
     number = tl.arange(0, PARTS)
     here = tl.load(counts + entry * parts + number, mask=number < parts, other=0)
     n, dense, take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_candidates import Found
-from saccade.methods.lfps.triton_row_words import pointer, static
+from saccade.methods.lfps.triton_row_words import MARKS, M, W, pointer, static
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
@@ -142,10 +142,10 @@ def _take(
     head = entry * EACH + member
     # What the words say is loaded before it is known that it is of use: one wait instead of several.
     own = words + row.to(tl.int64) * word_row
-    length, size, flags, bypass = tl.load(lengths + row), tl.load(sizes + entry), tl.load(own + 9), tl.load(own + 8)
+    length, size = tl.load(lengths + row), tl.load(sizes + entry)
     first, stop, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
     rests = tl.load(idle + head, mask=mine, other=1).to(tl.int32)
-    keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13)
+    keys = pointer(own, W.pending, tl.int32) + unit * tl.load(own + W.room)
     if length == 0:
         if part == 0:
             tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64), mask=mine)
@@ -153,10 +153,8 @@ def _take(
     else:
         voters = tl.sum((rests == 0).to(tl.int32), 0)
         count = size - between + wanted
-        # Lists rise, so what is learnt is all but the sinks and, for the paper, the row's own key.
-        learnt = tl.maximum(count - 1 + ((flags & 4) != 0).to(tl.int32), first)
-        sinks = tl.where(bypass == 2, 0, tl.minimum(first, length))
-        reads = tl.where(mine, tl.where(rests != 0, sinks, count), -1)
+        learnt = tl.maximum(count, first)  # lists rise, so that this is all but the sinks
+        reads = tl.where(mine, tl.where(rests != 0, tl.minimum(first, length), count), -1)
         keys -= first
         learnt_keys = tl.where(voters > 0, learnt, first)
         ids, out, line = found + entry * width, indices + entry * room, ranks + entry * width
@@ -194,10 +192,9 @@ def _take(
         if part == 0:
             tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + entry * room, mask=mine)
             tl.store(counts + head, reads, mask=mine)
-            marks = pointer(own, 24, tl.int64) + unit * 4
-            tl.store(marks, length.to(tl.int64))
-            tl.store(marks + 2, tl.where(voters > 0, learnt - first, -1).to(tl.int64))
-            tl.store(marks + 3, ((voters == 0) & ((flags & 2) == 0)).to(tl.int64))
+            marks = pointer(own, W.marks, tl.int64) + unit * MARKS
+            tl.store(marks + M.until, length.to(tl.int64))
+            tl.store(marks + M.keys, tl.where(voters > 0, learnt - first, -1).to(tl.int64))
 
 
 @triton.jit(
@@ -255,10 +252,10 @@ def _read(
     gains = lse
     if (count > 0) & (voters > 0):
         own = words + row.to(tl.int64) * word_row
-        first = tl.load(own).to(tl.int32)
-        learnt = tl.maximum(count - 1 + ((tl.load(own + 9) & 4) != 0).to(tl.int32), first)
+        first = tl.load(own + W.sinks).to(tl.int32)
+        learnt = tl.maximum(count, first)
         even = 0.5 / tl.maximum(learnt - first, 1)
-        gains = pointer(own, 23, tl.float32) + unit * tl.load(own + 13) - first
+        gains = pointer(own, W.gains, tl.float32) + unit * tl.load(own + W.room) - first
     ids, lines = indices + entry * room, logits + head[:, None] * room
     channel = tl.arange(0, D_PAD)
     acc = tl.zeros([KEYS if EACH == 1 else EACH_PAD, D_PAD], tl.float32)

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import pointer
-from saccade.methods.lfps.triton_tables import _powers, _threshold
+from saccade.methods.lfps.triton_row_words import MARKS, M, R, W, pointer
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.common import begin, launched
 
 SPAN = 2048
 
@@ -27,14 +26,27 @@ def take_in(rows: LayerRows, units: int) -> Tensor:
     return limits
 
 
-def move_means(rows: LayerRows) -> None:
-    """Let the rows' own keys and values, which are stored, into the means of those rows whose means run."""
-    # The keys of a layer may lie apart: one program follows one KV head's mean.
-    _move_means[(rows.kv_heads, rows.count)](
-        rows.pages.k, rows.pages.v, rows.pages.tables, rows.pages.lengths, rows.words, *rows.pages.table_strides,
-        rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], D_PAD=pad(rows.q.shape[2]),
-        PAGE=rows.pages.k.shape[2], num_warps=1, **launched(rows.q.device),
-    )  # fmt: skip
+@triton.jit
+def _threshold(sums, n, a):
+    """(mean, tau) of a table, fp64, as ``choosing.threshold``."""
+    s1, s2, s3, s4 = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2), tl.load(sums + 3)
+    mean = s1 / n
+    m2 = s2 - n * mean * mean
+    m4 = s4 - 4.0 * mean * s3 + 6.0 * mean * mean * s2 - 3.0 * n * mean * mean * mean * mean
+    spread = (n > 1.0) & (m2 > 1e-12 * s2) & (m4 > 0.0)
+    tau = a * mean * m2 * m2 / tl.where(spread, m4, 1.0)
+    return mean.to(tl.float32), tl.where(spread, tau, float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _powers(after, before, valid):
+    """What a table's first four power sums gain: fp64 [4]."""
+    x, y = tl.where(valid, after, 0.0).to(tl.float64), tl.where(valid, before, 0.0).to(tl.float64)
+    xx, yy = x * x, y * y
+    power = tl.arange(0, 4)
+    low = tl.where(power == 0, tl.sum(x - y, 0), tl.sum(xx - yy, 0))
+    high = tl.where(power == 2, tl.sum(xx * x - yy * y, 0), tl.sum(xx * xx - yy * yy, 0))
+    return tl.where(power < 2, low, high)
 
 
 @triton.jit(
@@ -49,31 +61,21 @@ def _take_in(
     length = tl.load(lengths + row)
     if length > 0:
         own = words + row.to(tl.int64) * word_row
-        decay = tl.load(reals + row.to(tl.int64) * real_row + 1)
-        marks = pointer(own, 24, tl.int64) + unit * 4
-        pending, learnt, count = tl.load(marks), tl.load(marks + 1), tl.load(marks + 2).to(tl.int32)
-        place = pending - 1
-        if (pending == length - 1) & (learnt < pending):
-            tl.store(marks + 1, pending)
-            capacity, room = tl.load(own + 12), tl.load(own + 13)
-            first = tl.load(own).to(tl.int32)
-            vertical = pointer(own, 14, tl.float32) + unit * capacity
-            slash = pointer(own, 15, tl.float32) + unit * capacity
-            if tl.load(marks + 3) != 0:  # all its distances grow by one
-                cells = tl.arange(0, TABLE)
-                last = length - first
-                for number in tl.range(0, tl.cdiv(last, TABLE)):
-                    start = (tl.cdiv(last, TABLE) - 1 - number) * TABLE
-                    inside = start + cells < last
-                    moved = tl.load(slash + start + cells - 1, mask=inside & (start + cells > 0), other=0.0)
-                    tl.debug_barrier()  # other threads have yet to read what these write
-                    tl.store(slash + start + cells, moved, mask=inside)
-                    tl.debug_barrier()
+        decay = tl.load(reals + row.to(tl.int64) * real_row + R.decay)
+        marks = pointer(own, W.marks, tl.int64) + unit * MARKS
+        until, learnt = tl.load(marks + M.until), tl.load(marks + M.learnt)
+        count = tl.load(marks + M.keys).to(tl.int32)
+        if (until == length - 1) & (learnt < until):
+            tl.store(marks + M.learnt, until)
+            capacity, room = tl.load(own + W.capacity), tl.load(own + W.room)
+            first = tl.load(own + W.sinks).to(tl.int32)
+            vertical = pointer(own, W.vertical, tl.float32) + unit * capacity
+            slash = pointer(own, W.slash, tl.float32) + unit * capacity
             if count >= 0:
-                sums = pointer(own, 16, tl.float64) + unit * 8
-                scales = pointer(own, 17, tl.float64) + unit
-                keys = pointer(own, 22, tl.int32) + unit * room
-                gains = pointer(own, 23, tl.float32) + unit * room
+                sums = pointer(own, W.sums, tl.float64) + unit * 8
+                scales = pointer(own, W.scale, tl.float64) + unit
+                keys = pointer(own, W.pending, tl.int32) + unit * room
+                gains = pointer(own, W.gains, tl.float32) + unit * room
                 scale = tl.load(scales) * decay
                 at, power = tl.arange(0, TABLE), tl.arange(0, 4)
                 sums_v, sums_s = tl.load(sums + power), tl.load(sums + 4 + power)
@@ -99,7 +101,7 @@ def _take_in(
                     before = tl.load(vertical + key - first, mask=inside, other=0.0)
                     tl.store(vertical + key - first, before + gain, mask=inside)
                     sums_v += _powers(before + gain, before, inside)
-                    distance = place.to(tl.int32) - key
+                    distance = until.to(tl.int32) - 1 - key
                     ahead = inside & (distance >= 0)
                     before = tl.load(slash + distance, mask=ahead, other=0.0)
                     tl.store(slash + distance, before + gain, mask=ahead)
@@ -107,44 +109,9 @@ def _take_in(
                 tl.store(sums + power, sums_v)
                 tl.store(sums + 4 + power, sums_s)
                 tl.debug_barrier()  # other threads read them
-        n = (length - tl.load(own).to(tl.int32)).to(tl.float64)
-        a = tl.load(reals + row.to(tl.int64) * real_row + 2)
+        n = (length - tl.load(own + W.sinks).to(tl.int32)).to(tl.float64)
+        a = tl.load(reals + row.to(tl.int64) * real_row + R.a)
         for table in tl.static_range(2):
-            mean, tau = _threshold(pointer(own, 16, tl.float64) + unit * 8 + table * 4, n, a)
+            mean, tau = _threshold(pointer(own, W.sums, tl.float64) + unit * 8 + table * 4, n, a)
             tl.store(limits + (row * UNITS + unit) * 4 + table * 2, mean)
             tl.store(limits + (row * UNITS + unit) * 4 + table * 2 + 1, tau)
-
-
-@triton.jit(
-    do_not_specialize=["table_stride", "table_head", "word_row"],
-    do_not_specialize_on_alignment=["tables", "lengths", "words"],
-)
-def _move_means(
-    k_pool, v_pool, tables, lengths, words, table_stride, table_head, word_row,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    kv_head, row = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    if length > 0:
-        own = words + row.to(tl.int64) * word_row
-        if tl.load(own + 11) != 0:
-            counters = pointer(own, 25, tl.int64) + kv_head
-            counted = tl.load(counters)
-            first = tl.load(own)
-            if first + counted == length - 1:  # else the step is run again
-                table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
-                at = length - 1
-                slot = tl.load(table + at // PAGE).to(tl.int64)
-                channel = tl.arange(0, D_PAD)
-                real = channel < D
-                place = ((slot * KV_HEADS + kv_head) * PAGE + at % PAGE) * D + channel
-                for which in tl.static_range(2):
-                    means = pointer(own, 19 + which, tl.float32) + kv_head * D + channel
-                    mean = tl.load(means, mask=real, other=0.0)
-                    if which == 0:
-                        fresh = tl.load(k_pool + place, mask=real, other=0.0).to(tl.float32)
-                    else:
-                        fresh = tl.load(v_pool + place, mask=real, other=0.0).to(tl.float32)
-                    tl.store(means, mean + (fresh - mean) / (counted + 1).to(tl.float32), mask=real)
-                tl.store(counters, counted + 1)

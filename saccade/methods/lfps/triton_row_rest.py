@@ -8,12 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
-from saccade.methods.lfps.triton_stand_ins import _add_up, _logits, _row, _span
+from saccade.methods.lfps.recorded import MOST_PROBES
+from saccade.methods.lfps.triton_row_words import R, W, budget_at, pointer, query_of, static
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import begin
-
-MOST_PROBES = 128
+from saccade.ops.triton.common import begin, cap_logits, pool_rows
 
 
 def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
@@ -54,6 +52,55 @@ def join_rest(
     return joined, total
 
 
+@triton.jit
+def _row(q_ptr, head, q_head, D: tl.constexpr, D_PAD: tl.constexpr):
+    channel = tl.arange(0, D_PAD)
+    return tl.load(q_ptr + head.to(tl.int64) * q_head + channel, mask=channel < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _logits(
+    q, k_pool, table, key, valid, kv_head, scale, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logits of one row, -inf where not ``valid``."""
+    channel = tl.arange(0, D_PAD)
+    at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+    k = tl.load(k_pool + at, mask=valid[:, None] & (channel < D)[None, :], other=0.0).to(tl.float32)
+    found = cap_logits(tl.sum(k * q[None, :], 1), scale * 1.4426950408889634, softcap, CAPPED)
+    return tl.where(valid, found, float("-inf"))
+
+
+@triton.jit
+def _add_up(scores):
+    """Natural log-sum-exp of base-2 ``scores``."""
+    top = tl.max(scores, 0)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(scores - anchor), 0)
+    found = anchor + tl.log2(tl.where(total > 0.0, total, 1.0))
+    return tl.where(total > 0.0, found * 0.6931471805599453, float("-inf"))
+
+
+@triton.jit
+def _span(
+    q, k_pool, table, start, stop, kv_head, scale, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Natural log-sum-exp over the keys ``start .. stop - 1``."""
+    top = tl.full([16], float("-inf"), tl.float32)
+    weight = tl.zeros([16], tl.float32)
+    for at in tl.range(start, stop, 16):
+        key = at + tl.arange(0, 16)
+        scores = _logits(
+            q, k_pool, table, key, key < stop, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED
+        )  # fmt: skip
+        higher = tl.maximum(top, scores)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = weight * tl.exp2(top - anchor) + tl.exp2(scores - anchor)
+        top = higher
+    return _add_up(tl.where(weight > 0.0, top + tl.log2(tl.where(weight > 0.0, weight, 1.0)), float("-inf")))
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "word_row", "real_row"],
     do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "idle", "instead"],
@@ -74,24 +121,24 @@ def _bypass(
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
-        first = tl.load(own).to(tl.int32)
+        first = tl.load(own + W.sinks).to(tl.int32)
         _n, dense, _, _ = budget_at(own, reals, length, first)
-        epsilon = tl.load(reals + 3).to(tl.float32)
+        epsilon = tl.load(reals + R.epsilon).to(tl.float32)
         if (dense == 0) & (first > 0) & (epsilon < 1.0):
             table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
             q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
             sinks = tl.minimum(first, length)
-            recent = tl.maximum(length - tl.load(own + 26).to(tl.int32), first)
+            recent = tl.maximum(length - tl.load(own + W.local).to(tl.int32), first)
             near = _span(q, k_pool, table, 0, sinks, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED)
             last = _span(q, k_pool, table, recent, length, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED)
-            mean = _row(pointer(own, 19, tl.float32), kv_head, D, D, D_PAD)
-            spread = tl.load(pointer(own, 21, tl.float32) + head)
+            mean = _row(pointer(own, W.mean_key, tl.float32), kv_head, D, D, D_PAD)
+            spread = tl.load(pointer(own, W.spread, tl.float32) + head)
             count = tl.maximum(length - first, 1).to(tl.float32)
             middle = tl.sum(q * mean, 0) * scale + 0.5 * tl.sum(q * q, 0) * spread + tl.log(count)
             top = tl.maximum(middle, tl.maximum(near, last))
             total = tl.exp(near - top) + tl.exp(middle - top) + tl.exp(last - top)
             rests = (tl.exp(near - top) / total > epsilon).to(tl.int8)
-            left = tl.where(tl.load(own + 8) == 0, float("-inf"), middle)
+            left = middle
     tl.store(idle + entry, rests)
     tl.store(instead + entry, left)
 
@@ -118,11 +165,11 @@ def _join(
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
-        first = tl.load(own).to(tl.int32)
+        first = tl.load(own + W.sinks).to(tl.int32)
         n, dense, _take, local = budget_at(own, reals, length, first)
         if dense == 0:
-            value = _row(pointer(own, 20, tl.float32), kv_head, D, D, D_PAD)
-            count = tl.load(own + 7).to(tl.int32)
+            value = _row(pointer(own, W.mean_value, tl.float32), kv_head, D, D, D_PAD)
+            count = tl.load(own + W.probes).to(tl.int32)
             if tl.load(idle + entry) != 0:
                 rest = tl.load(instead + entry)
             elif count > 0:
