@@ -128,6 +128,9 @@ class DoubleSparsity(Method):
         reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 
+    def whole_upto(self, opening: Opening) -> int:
+        return max(int(self.k) if self.k >= 1 else 0, self.sinks + self.local)
+
     def device_state(self, opening: Opening) -> DeviceState:
         return SparseState(opening, self)
 

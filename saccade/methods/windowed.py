@@ -41,6 +41,18 @@ class SeenKeys(OwnReading):
         return LayerRead(out, lse, lists)
 
 
+@dataclass(frozen=True)
+class VisibleKeys(Everything):
+    """All keys, as far as ``cone`` shows them, of rows that count what they read by their length."""
+
+    cone: Cone | None = None
+
+    def cost(self, length: int) -> Known:
+        assert self.cone is not None
+        hidden = max(0, self.cone.start(length - 1) - self.cone.sink_keys)
+        return Known("band" if hidden else "dense", length - hidden, 0)
+
+
 def windowed(plan: DevicePlan, cones: tuple[Cone | None, ...]) -> DevicePlan | None:
     """``plan`` within ``cones``, one a layer; None where a reading of it knows no windows."""
     layers = []

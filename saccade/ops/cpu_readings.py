@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native
+from saccade.selection import Cone
 from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
 
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
@@ -45,6 +46,17 @@ class Readings:
         return [calls[i] for i in self._layers]
 
 
+class Seen(Readings):
+    """All keys, as far as ``cones`` show them, one a layer."""
+
+    def __init__(self, cones: Sequence[Cone | None]) -> None:
+        self._cones, self.units = cones, 0
+
+    def of(self, length: int) -> list[Any]:
+        """See Readings."""
+        return [ALL_KEYS if cone is None else _seen(cone, length) for cone in self._cones]
+
+
 class Listed(NamedTuple):
     """What the best of single keys are chosen by: ``keys`` a struct ListedKeys, ``layers`` a struct ListedLayer each,
     with which ``steps`` steps have run."""
@@ -59,6 +71,19 @@ class Shared(NamedTuple):
 
     keys: Any
     layers: Sequence[Any]
+
+
+class Kept(NamedTuple):
+    """Keys that are left of lists: ``keys`` a struct KeptKeys, ``layers`` a struct KeptLayer each."""
+
+    keys: Any
+    layers: Sequence[Any]
+
+
+def _seen(cone: Cone, length: int) -> Any:
+    """What the last of ``length`` rows sees."""
+    start = cone.start(length - 1)
+    return band_keys(length - start, cone.sink_keys) if start > cone.sink_keys else ALL_KEYS
 
 
 def _dense_upto(reading: Reading) -> int:

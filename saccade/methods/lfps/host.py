@@ -29,22 +29,20 @@ class HostTables(HostState):
         # Heads that choose together do so by shares of weights, which their sinks have a part in; bypass="mean" reads
         # none.
         alone = self._units == opening.spec.heads and not self._everything and method.bypass != "mean"
-        if opening.apart and alone:
-            self.apart = self._first
+        self._apart = self._first if opening.apart and alone else 0
+        self._whole = False
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
         self._kept = [tuple(part.float().contiguous() for part in kept) for kept in self._kept]
         self.states = list(opening.states)
         self._make_room(opening.length)
         super().__init__(opening)
-        if method.blocks:
-            self.summarized = Summarized(method.block_size, "stored_mean")
 
     @classmethod
     def serves(cls, method: LFPS, opening: Opening) -> bool:
         """Whether the kernels do what the options ask for, and every layer knows its tables."""
         usual = method.slash_shift_on_read and method.bypass_shift and method.read_local and not method.running_means
-        return usual and all(state is not None for state in opening.states)
+        return usual and not opening.windowed and all(state is not None for state in opening.states)
 
     def known(self, layer: int) -> dict[str, Any]:
         tables = self.states[layer].tables
@@ -60,8 +58,20 @@ class HostTables(HostState):
     def keys(self, length: int) -> Any | None:
         method, first = self._method, self._first
         keys = length - first
-        if keys <= method.budget(keys):
-            return None  # everything is read, and learnt from
+        self._whole = keys <= method.budget(keys)
+        self.apart = 0 if self._whole else self._apart
+        self.summarized = None if self._whole or not method.blocks else Summarized(method.block_size, "stored_mean")
+        if self._whole:  # everything is read, and learnt from: nobody is bypassed
+            return native.ListedKeys(
+                units=self._units,
+                sinks=first,
+                local=0,
+                best=keys,
+                tables=True,
+                unbounded=True,
+                gate=GATES.index("off"),
+                decay=method.r,
+            )
         everything = self._everything
         return native.ListedKeys(
             units=self._units,
@@ -84,6 +94,11 @@ class HostTables(HostState):
             bypass=BYPASSES.index(method.bypass),
             apart=self.apart > 0,
         )
+
+    def done(self, length: int) -> None:
+        if self._whole:  # no key was scored to choose
+            self.tally[:, self.tally.shape[1] - 3] = 0.0
+        super().done(length)
 
     @torch.inference_mode()
     def grow(self, length: int) -> None:

@@ -177,5 +177,8 @@ class PSA(BlockMethod):
         )
         return DevicePlan.alike(self, spec, ranked)
 
+    def whole_upto(self, opening: Opening) -> int:
+        return self.dense_upto
+
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedKeys(opening, self.bits) if self.rank == "keys" else super().device_state(opening)
