@@ -87,7 +87,6 @@ class OwnReading:
     rows' device states (methods/device_state.py). What it reads is counted on the device."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
-    learns_from_all: ClassVar[bool] = True  # whether a row that reads everything teaches it something
 
     @property
     def blocks(self) -> Summarized | None:

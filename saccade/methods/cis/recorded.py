@@ -26,7 +26,6 @@ class SharedKeys(OwnReading):
     counts the anchors that queries were held against; else every step of a block has one."""
 
     windows = True
-    learns_from_all = False
 
     units: int
     room: int
