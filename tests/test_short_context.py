@@ -170,3 +170,33 @@ def test_states_and_answers_are_those_of_the_hooks(folder, monkeypatch, policy):
         assert left.report["notes"] == right.report["notes"]
     for left, right in zip(ours[1::2], theirs[1::2]):
         assert_same(left, right)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("lfps(least=75, history=keep)", "float32"),
+        ("loopserve(budget=75, n_d=6, first=4, answer_rows=4)", "bfloat16"),
+        ("h2o(budget=75)", "bfloat16"),
+        ("snapkv(capacity=50, window=8)", "bfloat16"),
+    ],
+)
+def test_turns_that_are_cut_and_sessions_that_are_saved_go_on_as_by_the_hooks(
+    folder, monkeypatch, tmp_path, policy, dtype
+):
+    def answers() -> list[list[int]]:
+        llm = LLM(folder, kv_memory="16MiB", exact=False, dtype=dtype)
+        with llm.session(policy) as session:
+            made = [tokens(session.generate(random_ids(60, seed=5), FEW))[:8]]
+            for number, _ in enumerate(session.stream(random_ids(4, seed=6), FEW)):
+                if number == 3:
+                    break  # which cancels the turn
+            session.save(tmp_path / "saved")
+        with llm.restore(tmp_path / "saved") as session:
+            made.append(tokens(session.generate(random_ids(3, seed=7), FEW)))
+        assert llm.engine.pool.used_blocks == 0
+        return made
+
+    ours = answers()
+    monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
+    assert answers() == ours
