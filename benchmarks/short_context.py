@@ -2,10 +2,11 @@
 
     python benchmarks/short_context.py [--model smollm2] [--tokens 88] [--policies "dense;lfps"] [--rounds 0]
 
-Counts the package's own Python calls in decode steps (their median and their most), as python_overhead.py does, for
-every method of the registry that decodes and every preset; those that need a calibration take their prompt instead.
-With ``--rounds`` it also times steps of each policy and of dense in turns, a request each, and prints the median ratio
-of neighbours. Without ``--model`` the model is a tiny random Llama, whose calls a layer are those of any Llama.
+Counts the package's own Python calls in decode steps (their median and their most) and the own frames on the way to a
+kernel, as python_overhead.py does, for every method of the registry that decodes and every preset; those that need a
+calibration take their prompt instead. With ``--rounds`` it times steps of each policy and of dense in turns instead of
+looking at frames, a request each, and prints the median ratio of neighbours. Without ``--model`` the model is a tiny
+random Llama of four layers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from python_overhead import Counter
+from python_overhead import Counter, Step, watch_kernels
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -49,10 +50,13 @@ def params(tokens: int) -> SamplingParams:
 
 
 class Counted:
-    """An engine whose steps are counted, from ``make`` on: it may have a thread of its own."""
+    """An engine whose steps are counted, from ``make`` on: it may have a thread of its own. ``frames``: whether kernels
+    note theirs, in all engines of the process."""
 
-    def __init__(self, make: Callable[[], LLM]) -> None:
+    def __init__(self, make: Callable[[], LLM], frames: bool = False) -> None:
         self._counter = Counter()
+        if frames:
+            watch_kernels(self._counter)
         self._counter.install()
         try:
             self._llm = make()
@@ -60,13 +64,13 @@ class Counted:
         finally:
             self._counter.remove()
 
-    def calls(self, prompts: list[list[int]], policies: list[str], tokens: int) -> list[int]:
-        """Own Python calls of each decode step of ``prompts`` under ``policies``, one each, together."""
+    def steps(self, prompts: list[list[int]], policies: list[str], tokens: int) -> list[Step]:
+        """The decode steps of ``prompts`` under ``policies``, one each, together."""
         self._counter.steps.clear()
         outputs = self._llm.generate(prompts, params(tokens), policy=policies)
         if failed := [output.error for output in outputs if output.error is not None]:
             raise SystemExit(f"{policies}: {failed[0]}")
-        return [step.calls for step in self._counter.steps[-tokens:][FIRST:LAST]]
+        return self._counter.steps[-tokens:][FIRST:LAST]
 
 
 def seconds(llm: LLM, prompt: list[int], policy: str, tokens: int) -> float:
@@ -91,22 +95,23 @@ def main() -> None:
         model = options.model or make_checkpoint(
             "llama", Path(scratch, "model"), num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048
         )
-        counted = Counted(lambda: LLM(model, kv_memory="256MiB", threads=options.threads))
+        counted = Counted(lambda: LLM(model, kv_memory="256MiB", threads=options.threads), frames=not options.rounds)
         llm = LLM(model, kv_memory="256MiB", threads=options.threads) if options.rounds else None
         prompt = random_ids(options.tokens, seed=0)
         policies = options.policies.split(";") if options.policies else every_policy()
-        print(f"{'policy':32} {'calls a step':>12} {'most':>6} {'of dense':>9}  {'time of dense':>13}")
-        dense = statistics.median(counted.calls([prompt], ["dense"], options.steps))
+        print(f"{'policy':32} {'calls a step':>12} {'most':>6} {'of dense':>9} {'frames':>6}  {'time of dense':>13}")
+        dense = statistics.median(step.calls for step in counted.steps([prompt], ["dense"], options.steps))
         for policy in policies:
-            counts = counted.calls([prompt], [policy], options.steps)
+            steps = counted.steps([prompt], [policy], options.steps)
+            frames = max(len(step.chain) for step in steps) or "-"
             ratios = [
                 seconds(llm, prompt, policy, options.steps) / seconds(llm, prompt, "dense", options.steps)
                 for _ in range(options.rounds)
                 if llm is not None
             ]
             took = f"{statistics.median(ratios):13.3f}" if ratios else f"{'-':>13}"
-            middle = statistics.median(counts)
-            print(f"{policy:32} {middle:12.0f} {max(counts):6} {middle / dense:9.2f}  {took}", flush=True)
+            middle, most = statistics.median(step.calls for step in steps), max(step.calls for step in steps)
+            print(f"{policy:32} {middle:12.0f} {most:6} {middle / dense:9.2f} {frames:>6}  {took}", flush=True)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,9 @@ class WholeRows(HostState):
         count = self._asked.shape[1]
         return self._asked[:, (length - 1) % count] if count else None
 
+    def done(self, length: int) -> None:
+        self.length = length  # which says all that there is to count
+
     @torch.inference_mode()
     def settle(self, length: int) -> list[Any]:
         count = self._asked.shape[1]
