@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from saccade.selection import Cone
@@ -49,8 +50,14 @@ class VisibleKeys(Everything):
 
     def cost(self, length: int) -> Known:
         assert self.cone is not None
-        hidden = max(0, self.cone.start(length - 1) - self.cone.sink_keys)
+        hidden = _hidden(self.cone, (length - 1) // self.cone.block_size)
         return Known("band" if hidden else "dense", length - hidden, 0)
+
+
+@lru_cache(maxsize=4096)
+def _hidden(cone: Cone, block: int) -> int:
+    """Keys that ``cone`` hides from each row of a block of its grid."""
+    return max(0, cone.start(block * cone.block_size) - cone.sink_keys)
 
 
 def windowed(plan: DevicePlan, cones: tuple[Cone | None, ...]) -> DevicePlan | None:

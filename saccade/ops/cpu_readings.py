@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,10 +52,16 @@ class Seen(Readings):
 
     def __init__(self, cones: Sequence[Cone | None]) -> None:
         self._cones, self.units = cones, 0
+        self._grid = math.gcd(*(cone.block_size for cone in cones if cone is not None))
+        self._ends: tuple[int, list[tuple[int, int]]] = -1, []  # of rows of one block: sinks and start of each layer
 
     def of(self, length: int) -> list[Any]:
         """See Readings."""
-        return [ALL_KEYS if cone is None else _seen(cone, length) for cone in self._cones]
+        block = (length - 1) // max(1, self._grid)
+        if self._ends[0] != block:
+            ends = [(0, 0) if cone is None else (cone.sink_keys, cone.start(length - 1)) for cone in self._cones]
+            self._ends = block, ends
+        return [band_keys(length - start, sinks) if start > sinks else ALL_KEYS for sinks, start in self._ends[1]]
 
 
 class Listed(NamedTuple):
@@ -78,12 +85,6 @@ class Kept(NamedTuple):
 
     keys: Any
     layers: Sequence[Any]
-
-
-def _seen(cone: Cone, length: int) -> Any:
-    """What the last of ``length`` rows sees."""
-    start = cone.start(length - 1)
-    return band_keys(length - start, cone.sink_keys) if start > cone.sink_keys else ALL_KEYS
 
 
 def _dense_upto(reading: Reading) -> int:
