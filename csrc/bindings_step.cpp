@@ -86,6 +86,14 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
          field<&SharedLayer::count>("count"), field<&SharedLayer::window>("window"),
          field<&SharedLayer::channels>("channels").at_least(16), field<&SharedLayer::capacity>("capacity").at_least(1),
          field<&SharedLayer::most>("most"), field<&SharedLayer::room>("room").at_least(1)});
+    bind_struct<KeptKeys>(
+        m, "KeptKeys",
+        {field<&KeptKeys::units>("units").at_least(1), field<&KeptKeys::budget>("budget").optional(),
+         field<&KeptKeys::recent>("recent").optional()});
+    bind_struct<KeptLayer>(
+        m, "KeptLayer",
+        {field<&KeptLayer::tally>("tally"), field<&KeptLayer::keys>("keys"), field<&KeptLayer::counts>("counts"),
+         field<&KeptLayer::sums>("sums").optional(), field<&KeptLayer::room>("room").at_least(1)});
     bind_struct<Residence>(
         m, "Residence",
         {field<&Residence::ids>("ids"), field<&Residence::map>("map"), field<&Residence::layer_stride>("layer_stride"),
@@ -100,6 +108,8 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def("carries", &DecodeStep::carries)
         .def("weighs", &DecodeStep::weighs)
         .def("shares", &DecodeStep::shares)
+        .def("keeps", &DecodeStep::keeps)
+        .def("asks", &DecodeStep::asks)
         .def("resolves", &DecodeStep::resolves)
         .def("wanted", &DecodeStep::wanted)
         .def("touched", &DecodeStep::touched);

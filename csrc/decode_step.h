@@ -167,6 +167,21 @@ class DecodeStep {
         hold<SharedLayer>(row, RowKind::shares, keys, layers);
     }
 
+    // Every layer reads the keys that are left of its lists.
+    void keeps(int64_t number, nanobind::object keys, nanobind::list layers) {
+        PlannedRow& row = at(number);
+        row.how = &nanobind::cast<const KeptKeys&>(keys);
+        hold<KeptLayer>(row, RowKind::keeps, keys, layers);
+    }
+
+    // A row's queries go to `asked`, [heads, head_dim] a layer, the next layer's `stride` bytes on.
+    void asks(int64_t number, uintptr_t asked, int64_t stride) {
+        PlannedRow& row = at(number);
+        if (row.where.count > 1 || stride < 0) throw std::invalid_argument("queries are noted of single rows");
+        row.asked = reinterpret_cast<char*>(asked);
+        row.asked_stride = stride;
+    }
+
     // Stores the new keys and values and, if it `attends`, writes the attention of those rows that say how.
     // If `watched`, returns the share of the rows' time that went to choosing and learning, else 0. Needs no interpreter.
     double run(const KernelSet& set, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,

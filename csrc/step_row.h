@@ -3,10 +3,12 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "choosing.h"
+#include "keeping_row.h"
 #include "listing.h"
 #include "resolving.h"
 #include "row_work.h"
@@ -26,9 +28,9 @@ struct StepRow : BlockTable {
     }
 };
 
-enum class RowKind { elsewhere, reads, reads_few, chooses, resolves, lists, shares };
+enum class RowKind { elsewhere, reads, reads_few, chooses, resolves, lists, shares, keeps };
 
-// What one layer reads: a ReadKeys, BlockChoice, ListedLayer or SharedLayer that Python holds.
+// What one layer reads: a ReadKeys, BlockChoice, ListedLayer, SharedLayer or KeptLayer that Python holds.
 struct LayerReading {
     RowKind kind = RowKind::elsewhere;
     const void* what = nullptr;
@@ -43,7 +45,7 @@ struct PlannedRow {
     StepRow where;
     std::vector<LayerReading> layers;
     nanobind::object held;      // what they point to
-    const void* how = nullptr;  // of all layers, a ListedKeys or SharedKeys
+    const void* how = nullptr;  // of all layers, a ListedKeys, SharedKeys or KeptKeys
     int64_t steps = 0;          // that lists have learnt from on top of what their layers say
     // By layer, where blocks are chosen by summaries; where a rule notes what it let in, `units` numbers a layer.
     std::vector<uintptr_t> summaries;
@@ -57,6 +59,8 @@ struct PlannedRow {
     Residence home;  // of a row whose blocks are not all resident
     float* peaks = nullptr;  // [layers, count, kv_heads, regions] of a row that is several
     int64_t region = 0, regions = 0;
+    char* asked = nullptr;  // where layer 0 puts its queries [heads, head_dim], the next layer `asked_stride` bytes on
+    int64_t asked_stride = 0;
 
     std::unique_ptr<RowWork> work;  // of the layer that runs, and of the next one of its kind
     RowKind worked = RowKind::elsewhere;
@@ -81,6 +85,7 @@ struct PlannedRow {
     void begin(int64_t layer, const Attention& a, const NewRows& fresh) {
         const LayerReading& own = layers[layer];
         keys = a.q_start + 1;
+        if (asked) note_queries(layer, a);
         switch (own.kind) {
             case RowKind::elsewhere: break;
             case RowKind::reads: {
@@ -107,10 +112,20 @@ struct PlannedRow {
             case RowKind::shares:
                 working<Sharing>(own.kind).begin(a, *static_cast<const SharedKeys*>(how), own.as<SharedLayer>());
                 break;
+            case RowKind::keeps:
+                working<Keeping>(own.kind).begin(a, *static_cast<const KeptKeys*>(how), own.as<KeptLayer>());
+                break;
         }
     }
 
   private:
+    void note_queries(int64_t layer, const Attention& a) const {
+        const int64_t width = a.head_dim * (a.storage == Storage::bf16 ? 2 : 4);
+        const int64_t from = a.q_head_stride * (a.storage == Storage::bf16 ? 2 : 4);
+        for (int64_t h = 0; h < a.heads; ++h)
+            std::memcpy(asked + layer * asked_stride + h * width, static_cast<const char*>(a.q) + h * from, width);
+    }
+
     ChoosingLayer choosing_by(int64_t layer) const {
         const bool carry = carried && layers[layer].as<BlockChoice>().units == carrying;
         return {reinterpret_cast<const void*>(summaries[layer]), summarized[layer],

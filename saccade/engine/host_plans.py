@@ -18,14 +18,15 @@ from saccade.engine.carried import carries
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.host_calls import RequestRows, Setting
 from saccade.engine.phase_stats import ran_dense
-from saccade.methods.base import Method
+from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.methods.verified import Verified
+from saccade.methods.windowed import VisibleKeys
 from saccade.ops import cpu_readings
 from saccade.ops.cpu_plans import Ruled
-from saccade.ops.cpu_readings import Listed, Readings, Shared
-from saccade.selection.forms import Summarized
+from saccade.ops.cpu_readings import Kept, Listed, Readings, Seen, Shared
+from saccade.selection.forms import MOST, Summarized
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Everything
 
@@ -44,7 +45,7 @@ class FixedRow(NamedTuple):
 
     rows: RequestRows
     plan: DevicePlan
-    reads: Readings | Listed | Shared
+    reads: Readings | Listed | Shared | Kept
     state: HostState | None
     weighs: bool = False  # rows of a verification that say where they looked
 
@@ -55,7 +56,9 @@ class FixedPlans:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._everything = Readings([Everything()] * setting.spec.layers)
+        self._least_window = min((one for one in setting.spec.windows if one is not None), default=MOST)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
 
     def of(self, rows: RequestRows) -> FixedRow | None:
@@ -68,17 +71,16 @@ class FixedPlans:
             if plan is None or not plan.dense:
                 return None
             return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
-        prepared = self._plan(rows.method)
-        if prepared is None:
-            return None
-        return self._listed(rows, prepared.plan) if prepared.readings is None else self._read(rows, prepared)
+        prepared = self._plan(rows.method, rows.scheduled.stop <= self._least_window)
+        fixed = None if prepared is None else self._read(rows, prepared)
+        return self._known(rows, prepared) if fixed is None else fixed
 
     def of_blocks(self, rows: RequestRows) -> FixedRow | None:
         """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
         None else."""
         if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
             return None
-        prepared = self._plan(rows.method)
+        prepared = self._plan(rows.method, False)
         fixed = None if prepared is None else self._read(rows, prepared)
         if fixed is None:
             return None
@@ -111,10 +113,14 @@ class FixedPlans:
             return
         if state is not None:
             state.done(rows.scheduled.stop)
-            counts.follow(state)
+            if not isinstance(row.reads, Readings):
+                counts.follow(state)
+            for note in state.notes(rows.scheduled.stop):
+                rows.result.note(note)
         if ruled is not None and plan.blocks is not None:
             counts.note_rule(ruled.used * plan.blocks.size, ruled.coverage)
-        if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
+        whole = state is not None and state.reads_all(rows.scheduled.stop)
+        if counts.add(rows.scheduled.stop, backend, whole=whole) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
 
@@ -122,40 +128,41 @@ class FixedPlans:
         """Whether the next draft is to know where rows under ``method`` looked."""
         if not isinstance(method, Verified):
             return False
-        prepared = self._plan(method.draft)
+        prepared = self._plan(method.draft, False)
         return prepared is not None and carries(prepared.plan, method.carried)
 
-    def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
+    def _known(self, rows: RequestRows, prepared: Prepared | None) -> FixedRow | None:
+        """A row that the kernels read by what its method has told them of its state."""
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
-        reading = plan.layers[0]
-        dense = reading.cost(length).kind == "dense"
-        if dense and (window is not None or (method.wants_weights and reading.learns_from_all)):
-            return None  # it reads what the window leaves, or reads everything and learns from it
-        if window is not None and not reading.windows:
-            return None
-        state = rows.memory.on_host(method, partial(self._opened, rows))
+        state = rows.memory.on_host(method, length, partial(self._opened, rows))
         if state is None or (window is not None and not state.windows):
             return None
         if length > state.room:
             state.grow(length)
         reads = state.reads(length, window)
-        if reads is None:
-            state.tally[:, : self.setting.spec.heads] += length
-        return FixedRow(rows, plan, reads or self._everything, state)
+        if reads is not None:
+            return None if prepared is None else FixedRow(rows, prepared.plan, reads, state)
+        if length > self._least_window:
+            return None  # which layers read what hangs on their own windows
+        return FixedRow(rows, *self._whole(method, window), state)
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
         one, memory = rows.scheduled, rows.memory
-        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart)
+        windowed = one.policy.window is not None
+        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart, windowed)
         return rows.method.host_state(opening)
 
     def summarized(self, method: Method) -> Summarized | None:
         """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
-        prepared = self._plan(method)
+        prepared = self._plan(method, False)
         return None if prepared is None or prepared.plan.choice is not None else prepared.plan.blocks
 
-    def _planned(self, method: Method) -> Prepared | None:
+    def _planned(self, method: Method, short: bool) -> Prepared | None:
+        """``short``: rows are shorter than all layers' own windows, which then hide nothing."""
         spec = self.setting.spec
+        if short and any(window is not None for window in spec.windows):
+            spec = replace(spec, windows=(None,) * spec.layers)
         plan = method.device_plan(spec)
         if plan is None:
             return None
@@ -163,4 +170,15 @@ class FixedPlans:
             return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
         if any(cpu_readings.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
             return None
+        if spec is not self.setting.spec:
+            plan = replace(plan, name=f"{plan.name}, short")  # it is counted by itself
         return Prepared(plan, Readings(plan.layers))
+
+    def _plan_of_all(self, method: Method, window: WindowMethod | None) -> tuple[DevicePlan, Readings]:
+        """What rows read that read everything, as far as ``window`` shows it: a plan that is counted by itself."""
+        layers = self.setting.spec.layers
+        cones = [None if window is None else window.at(layer, layers) for layer in range(layers)]
+        seen = [Everything() if cone is None else VisibleKeys(cone=cone) for cone in cones]
+        name = f"{method.text}, all" if window is None else f"{method.text}, all within {window.text}"
+        reads = self._everything if window is None else Seen(cones)
+        return DevicePlan(name, method.name, tuple(seen)), reads

@@ -189,4 +189,5 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         if fixed.state is None:
             codes = kv.summary_codes(blocks.summary, blocks.size)
     more = carried.blocks(choice) if carried is not None and summaries and choice is not None else None
-    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes, carried=more)
+    asked = None if fixed.state is None else fixed.state.asked(length)
+    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes, carried=more, asked=asked)

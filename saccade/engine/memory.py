@@ -91,10 +91,12 @@ class SequenceMemory:
             self._on_device = held
         return held
 
-    def on_host(self, method: Method, opened: Callable[[list[Any]], HostState | None]) -> HostState | None:
-        """The host state of ``method``, likewise; None where it has none for these states."""
+    def on_host(self, method: Method, length: int, opened: Callable[[list[Any]], HostState | None]) -> HostState | None:
+        """The host state of ``method``, likewise, for a row that sees ``length`` keys; None where it has none for these
+        states."""
         held = self._on_device
-        if isinstance(held, HostState) and (self._opened_by is method or self._opened_by == method):
+        same = self._opened_by is method or self._opened_by == method
+        if isinstance(held, HostState) and same and length <= held.upto:
             return held
         state = opened(self.states)
         if state is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Query
+from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_choice, require_whole
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
@@ -50,6 +51,9 @@ class ArkVale(BlockMethod):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self.with_tail(query, top_pages(query, self._choice(query.shape)), self.block_size)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return self._choice(opening.spec).dense_upto
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         return None if self.stands_in else DevicePlan.alike(self, spec, self._choice(spec))

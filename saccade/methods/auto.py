@@ -21,6 +21,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
+from saccade.methods.device_state import Opening
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.lfps import LFPS
 from saccade.methods.options import require_choice, require_number, require_whole
@@ -113,6 +114,12 @@ class Auto(Method):
 
     def acting(self, state: Any) -> Method:
         return state.method
+
+    def whole_upto(self, opening: Opening) -> int:
+        states = opening.states
+        if any(state is None or state.name != states[0].name for state in states) or states[0].method.recalled:
+            return 0
+        return states[0].method.whole_upto(replace(opening, states=[state.state for state in states]))
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return state.method.select_decode(query, state.state)

@@ -32,7 +32,7 @@ from saccade.kv.view import KVView
 from saccade.methods.borrowed import Borrowed
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
-from saccade.methods.host_state import HostState
+from saccade.methods.host_state import HostState, WholeRows
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
@@ -147,6 +147,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    recalled: ClassVar[int] = 0  # last queries of decode rows that `recall` wants to see
     begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
@@ -236,9 +237,19 @@ class Method(PolicyPart):
         return DeviceState(opening)
 
     def host_state(self, opening: Opening) -> HostState | None:
-        """What decode steps of one sequence know on a CPU, for plans with readings of the method's own; None where its
-        hooks serve each row by itself."""
-        return None
+        """What decode steps of one sequence know on a CPU; None where the method's hooks serve each row by itself, or
+        its plan says all."""
+        upto = self.whole_upto(opening)
+        return WholeRows(opening, self, upto) if opening.length <= upto else None
+
+    def whole_upto(self, opening: Opening) -> int:
+        """Decode rows of up to so many keys read everything, whatever they ask: then :meth:`select_decode` says so too
+        and counts nothing, and :meth:`observe` does what :meth:`recall` does, or nothing. 0 where that is not known."""
+        return 0
+
+    def recall(self, state: Any, rows: Tensor, length: int) -> None:
+        """Learn from the queries ``rows`` [heads, m, head_dim] of decode rows that read everything, all there were or
+        the last ``recalled`` ones; the last one saw ``length`` keys."""
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         """Called after the step with what was really read.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from saccade.methods.base import Method
-from saccade.selection.forms import PlanSpec
+from saccade.methods.device_state import Opening
+from saccade.selection.forms import MOST, PlanSpec
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Ends, Everything
 
@@ -19,6 +20,9 @@ class DenseMethod(Method):
     is_dense: ClassVar[bool] = True
     means_dense: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+
+    def whole_upto(self, opening: Opening) -> int:
+        return MOST
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan:
         return DevicePlan.of(self, [Everything() if size is None else Ends(0, size) for size in spec.windows])

@@ -103,6 +103,9 @@ class DoubleSparsity(Method):
         reading = SparseKeys(units, room, self, self._count(spec.head_dim), self.bits, self.quantize_query)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 
+    def whole_upto(self, opening: Opening) -> int:
+        return max(int(self.k) if self.k >= 1 else 0, self.sinks + self.local)
+
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLabels(opening, opening.states, self)
 

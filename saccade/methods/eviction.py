@@ -17,12 +17,14 @@ from torch import Tensor
 from saccade.methods.base import Chunk, Evicting, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.fitting import Fitting, Sizes
+from saccade.methods.host_state import HostState
 from saccade.methods.kept_on_device import KeptKeys, KeptLists
+from saccade.methods.kept_on_host import HostKept
 from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection, Shape, Tokens, gone_for
 from saccade.selection.csr import offsets_of_lists
-from saccade.selection.forms import PlanSpec
+from saccade.selection.forms import MOST, PlanSpec
 from saccade.selection.plan import DevicePlan
 
 FORGOTTEN = "forgets: it evicted keys for good, and no later step or turn can read them"
@@ -54,8 +56,13 @@ class Kept(Evicting):
     def holds(self, length: int) -> bool:
         return length >= self.length
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is evicted."""
+        return all(kept.numel() == self.length for kept in self.positions)
+
     def select(self, shape: Shape) -> Selection:
-        if all(kept.numel() == self.length for kept in self.positions):
+        if self.is_whole:
             return Dense(shape)
         device = self.positions[0].device
         later = torch.arange(self.length, shape.k_len, device=device)
@@ -135,6 +142,13 @@ class SnapKV(Method):
 
     def device_state(self, opening: Opening) -> DeviceState:
         return KeptLists(opening)
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        whole = super().host_state(opening)
+        return HostKept(opening) if whole is None and HostKept.serves(opening) else whole
+
+    def whole_upto(self, opening: Opening) -> int:
+        return MOST if all(state is not None and state.is_whole for state in opening.states) else 0
 
     def _overfull(self, left: Tensor) -> bool:
         return bool((left.sum(1) > self.capacity).any())

@@ -20,6 +20,8 @@ from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import FORGOTTEN, Kept, alive, alive_weights, heaviest
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
+from saccade.methods.host_state import HostState
+from saccade.methods.kept_on_host import HostHeavy
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number
 from saccade.ops.scores import line_sums
 from saccade.selection import Selection, Tokens
@@ -146,6 +148,11 @@ class H2O(Method):
 
     def device_state(self, opening: Opening) -> DeviceState:
         return HeavyLists(opening, f"decode: '{self.name}' {FORGOTTEN}")
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        if not HostHeavy.serves(opening):
+            return None
+        return HostHeavy(opening, f"decode: '{self.name}' {FORGOTTEN}")
 
     def _units(self, chunk: Chunk) -> int:
         return chunk.shape.heads if self.unit == "q_head" else chunk.shape.kv_heads

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.cpu_readings import Listed, Shared
+from saccade.ops.cpu_readings import Kept, Listed, Shared
 from saccade.ops.cpu_structs import native
 from saccade.ops.tallies import BESIDE
-from saccade.selection.forms import Summarized
+from saccade.selection.forms import MOST, Summarized
 
 if TYPE_CHECKING:
-    from saccade.methods.base import WindowMethod
+    from saccade.methods.base import Method, WindowMethod
 
 
 class HostState(DeviceState):
@@ -24,6 +24,7 @@ class HostState(DeviceState):
     to others: results are to be merged with theirs."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
+    upto: int = MOST  # longer rows are served otherwise
     apart: int = 0
     summarized: Summarized | None = None  # blocks whose summaries it reads
 
@@ -46,11 +47,16 @@ class HostState(DeviceState):
         """The fields of a ListedLayer beside its tally."""
         return {}
 
-    def reads(self, length: int, window: WindowMethod | None = None) -> Listed | Shared | None:
+    def reads(self, length: int, window: WindowMethod | None = None) -> Listed | Shared | Kept | None:
         """What a row that sees ``length`` keys reads in every layer; None where that is everything. ``window``: its
         policy's, for those that serve ``windows``."""
         keys = self.keys(length)
         return None if keys is None else Listed(keys, self.layers, self.steps)
+
+    def asked(self, length: int) -> torch.Tensor | None:
+        """Where the queries of a row that sees ``length`` keys are to be put, [layers, heads, head_dim]; None where
+        nobody learns from them."""
+        return None
 
     def keys(self, length: int) -> Any | None:
         """A ListedKeys, what a row that sees ``length`` keys reads in every layer; None where that is everything."""
@@ -66,3 +72,39 @@ class HostState(DeviceState):
         """What was counted since the last time, laid out as ``tally``."""
         taken, self._counted = self._counted, torch.zeros_like(self._counted)
         return taken
+
+
+class WholeRows(HostState):
+    """Of any ``method`` whose rows of at most ``upto`` keys read everything (Method.whole_upto). The queries that it
+    learns from, the last ones, are kept meanwhile, and taken in once somebody asks for the states."""
+
+    windows = True
+
+    def __init__(self, opening: Opening, method: Method, upto: int) -> None:
+        super().__init__(opening)
+        self._method, self.upto, self._first = method, upto, self.length
+        spec, count = opening.spec, method.recalled
+        self._asked = opening.kv.pool.storage.k.new_empty(spec.layers, count, spec.heads, spec.head_dim, device="cpu")
+
+    def lay_out(self) -> None:
+        """Kernels need to know nothing."""
+
+    def reads(self, length: int, window: WindowMethod | None = None) -> None:
+        """Everything."""
+
+    def asked(self, length: int) -> torch.Tensor | None:
+        count = self._asked.shape[1]
+        return self._asked[:, (length - 1) % count] if count else None
+
+    def done(self, length: int) -> None:
+        self.length = length  # which says all that there is to count
+
+    @torch.inference_mode()
+    def settle(self, length: int) -> list[Any]:
+        count = self._asked.shape[1]
+        places = [position % count for position in range(max(self._first, length - count), length)] if count else []
+        if places:
+            rows = self._asked[:, places].transpose(1, 2)
+            for state, own in zip(self.states, rows):
+                self._method.recall(state, own, length)
+        return self.states

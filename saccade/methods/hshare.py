@@ -224,6 +224,9 @@ class HShare(Method):
         room = bucket(self.sinks + self.heavy + self.local + self.every)
         return DevicePlan.alike(self, spec, SharedSets(units, room, self._count(spec.head_dim), self.bits, self))
 
+    def whole_upto(self, opening: Opening) -> int:
+        return self.sinks + self.heavy + self.local
+
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedSets(opening, self)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Query
+from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_choice, require_whole
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
@@ -51,6 +52,9 @@ class Quest(BlockMethod):
         if query.layer < self.dense_layers:
             return Dense(query.shape)
         return self.with_tail(query, top_pages(query, self._choice(query.shape)), self.block_size)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return self._choice(opening.spec).dense_upto
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         if self.current == "competes" or self.stands_in:  # a device has no summary of a partial page, and no tails

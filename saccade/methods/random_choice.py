@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.device_state import Opening
 from saccade.methods.options import require_whole
 from saccade.methods.topk import TopK
 from saccade.selection import Dense, Selection, Tokens
@@ -48,6 +49,9 @@ class RandomChoice(Method):
                 chosen.append(torch.from_numpy(np.append(others, row).astype(np.int32)))
         tokens = Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
         return tokens.to(shape.device)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return int(self.k) if self.k >= 1 else 0
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self.select_prefill(query)

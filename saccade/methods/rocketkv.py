@@ -23,10 +23,11 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk, Query
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import Kept, SnapKV
 from saccade.methods.fitting import Fitting, Sizes
+from saccade.methods.host_state import HostState
 from saccade.methods.options import require, require_whole
 from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
@@ -194,6 +195,15 @@ class RocketKV(SnapKV):
             places = state.places(unit, 0, count)
             lists.append(places[entries[entries < count]].to(torch.int32))
         return Tokens(shape, offsets_of_lists(lists, lists[0].device), torch.cat(lists))
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        return Method.host_state(self, opening)
+
+    def whole_upto(self, opening: Opening) -> int:
+        states = opening.states
+        if any(state is None or not state.is_whole for state in states):
+            return 0
+        return min(-(-state.keys // state.size) * state.size for state in states)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         return None

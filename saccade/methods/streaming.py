@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_whole
 from saccade.selection import Band, Dense, Selection
@@ -39,6 +40,9 @@ class Streaming(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self.select_prefill(query)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return self.sinks + self.window
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         return DevicePlan.alike(self, spec, Ends(self.sinks, self.window))

@@ -100,7 +100,7 @@ class TopK(Method):
         return RecordedLabels(opening, [None] * len(opening.states), self)
 
     def host_state(self, opening: Opening) -> HostState | None:
-        return HostBest(opening, self)
+        return None if opening.windowed else HostBest(opening, self)
 
     def _select(self, chunk: Chunk) -> Selection:
         shape = chunk.shape

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.ops.scores import needed_shares, row_logits
 from saccade.selection import Dense, Selection, Tokens
+from saccade.selection.plan import MOST
 
 TILE_ROWS = 64  # rows sorted at once
 TINY = 1e-12  # p = 0 reads the heaviest key, where no other is forced
@@ -54,6 +56,9 @@ class TopP(Method):
 
     def select_prefill(self, chunk: Chunk) -> Selection:
         return self._select(chunk) if self.prefill else Dense(chunk.shape)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return MOST if self.p >= 1 else self.sinks + self.local
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self._select(query)

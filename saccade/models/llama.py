@@ -105,11 +105,6 @@ class LlamaDecoder:
         if delta is not None:
             hidden.add_(delta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype or as float32 of such
-        values."""
-        return self.kernels(hidden.shape[0]).logits(hidden, None)
-
     def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
         weights, products = self._weights, products or TorchProducts(passes)
         head = ProductHead(weights.norm, weights.head, passes, products)

@@ -184,7 +184,7 @@ class HFRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, channels], as the last layer leaves it -> float32 [rows, vocab_size]."""
         if self.llama is not None:
-            return self.finish_logits(self.llama.logits(hidden))
+            return self.finish_logits(self.llama.kernels(hidden.shape[0]).logits(hidden, None))
         return self.finish_logits(self._head(self._norm(hidden)))
 
     def finish_logits(self, raw: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
-from saccade.ops.cpu_readings import Listed, Readings, Shared
+from saccade.ops.cpu_readings import Kept, Listed, Readings, Shared
 from saccade.ops.cpu_structs import address, native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS, RowLayers
 from saccade.ops.layout import written as checked
@@ -76,12 +76,13 @@ class PlannedRow(NamedTuple):
     ``home``: where its blocks lie if some are in no slot; ``table`` is then its own, and all layers choose blocks.
     ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
     the last of those that they would choose, and layers with a rule before those that they rank; numbers of no block
-    that is chosen from mean none."""
+    that is chosen from mean none. ``asked`` [layers, heads, head_dim], in the keys' dtype: gets a single row's
+    queries."""
 
     row: int
     position: int
     table: Tensor
-    reads: Readings | Listed | Shared | None = None
+    reads: Readings | Listed | Shared | Kept | None = None
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
     length: int = 1
@@ -89,6 +90,7 @@ class PlannedRow(NamedTuple):
     region: int = 0
     carried: Tensor | None = None
     home: Residence | None = None
+    asked: Tensor | None = None
 
 
 class PlannedRows:
@@ -128,6 +130,8 @@ class PlannedRows:
             return
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
         reads.tell(self._step, number, row.position + 1, row.summaries, row.codes, noted, units)
+        if row.asked is not None:
+            self._step.asks(number, row.asked.data_ptr(), row.asked.stride(0) * row.asked.element_size())
         if row.home is not None:
             self._step.resolves(number, row.home.call)
         if row.peaks is not None:

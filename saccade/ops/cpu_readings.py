@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import ALL_KEYS, band_keys, codes_of, native
+from saccade.selection import Cone
 from saccade.selection.readings import CHOICE, ENDS, Reading
 
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
@@ -65,6 +67,23 @@ class Readings:
         step.reads(row, self.of(length), *_addresses(summaries), known, *noted, units)
 
 
+class Seen(Readings):
+    """All keys, as far as ``cones`` show them, one a layer."""
+
+    def __init__(self, cones: Sequence[Cone | None]) -> None:
+        self._cones, self.units = cones, 0
+        self._grid = math.gcd(*(cone.block_size for cone in cones if cone is not None))
+        self._ends: tuple[int, list[tuple[int, int]]] = -1, []  # of rows of one block: sinks and start of each layer
+
+    def of(self, length: int) -> list[Any]:
+        """See Readings."""
+        block = (length - 1) // max(1, self._grid)
+        if self._ends[0] != block:
+            ends = [(0, 0) if cone is None else (cone.sink_keys, cone.start(length - 1)) for cone in self._cones]
+            self._ends = block, ends
+        return [band_keys(length - start, sinks) if start > sinks else ALL_KEYS for sinks, start in self._ends[1]]
+
+
 class Listed(NamedTuple):
     """What the best of single keys are chosen by: ``keys`` a struct ListedKeys, ``layers`` a struct ListedLayer each,
     with which ``steps`` steps have run."""
@@ -89,6 +108,18 @@ class Shared(NamedTuple):
     def tell(self, step: Any, row: int, *_: Any) -> None:
         """As of :class:`Readings`."""
         step.shares(row, self.keys, self.layers)
+
+
+class Kept(NamedTuple):
+    """Keys that are left of lists: ``keys`` a struct KeptKeys, ``layers`` a struct KeptLayer each."""
+
+    keys: Any
+    layers: Sequence[Any]
+    units: int = 0
+
+    def tell(self, step: Any, row: int, *_: Any) -> None:
+        """As of :class:`Readings`."""
+        step.keeps(row, self.keys, self.layers)
 
 
 def _addresses(summaries: Sequence[Tensor]) -> tuple[list[int], list[int]]:

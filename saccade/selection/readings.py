@@ -33,7 +33,6 @@ class Reading:
 
     kernels: ClassVar[str] = OWN
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
-    learns_from_all: ClassVar[bool] = True  # whether a row that reads everything teaches its method something
     listed: ClassVar[bool] = True  # whether it is known before anything is read which keys are, or which first
 
     @property

@@ -43,7 +43,7 @@ class Cone:
         if not 0 <= self.share <= 1 or min(self.sinks, self.local) < 0 or self.block_size < 1:
             raise SaccadeError(f"{self} needs a share from 0 to 1, sinks and local >= 0 and block_size >= 1")
 
-    @property
+    @cached_property
     def sink_keys(self) -> int:
         """Keys every row sees: ``sinks`` on the grid."""
         return -(-self.sinks // self.block_size) * self.block_size

@@ -220,7 +220,12 @@ class CIS(Method):
         return RecordedAnchors(opening, self)
 
     def host_state(self, opening: Opening) -> HostState | None:
-        return HostAnchors(opening, self) if HostAnchors.why_not(opening, self) is None else None
+        if HostAnchors.why_not(opening, self) is None:
+            return HostAnchors(opening, self)
+        return super().host_state(opening)
+
+    def whole_upto(self, opening: Opening) -> int:
+        return self.sinks + self.local + (int(self.k) if self.k >= 1 else 0)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors

@@ -65,7 +65,6 @@ class SharedKeys(OwnReading):
     the anchors that queries were held against; else every step of a block has one."""
 
     windows = True
-    learns_from_all = False
 
     room: int
     method: CIS | None = None

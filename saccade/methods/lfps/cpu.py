@@ -84,22 +84,22 @@ def learn(
 
 def listed_keys(method: LFPS, tables: ScoreTables, local: int, best: int, places: Tensor, **more: Any) -> Any:
     """A ListedKeys: a row of so many forced ``local`` keys takes the ``best`` of its candidates, with probes at the
-    shares ``places``."""
-    return native.ListedKeys(
-        units=tables.units,
-        sinks=tables.first,
-        local=local,
-        best=best,
-        tables=True,
-        a=method.a,
-        before=method.before,
-        after=method.after,
-        block_size=method.block_size,
-        places=places.data_ptr(),
-        epsilon=method.epsilon,
-        decay=method.r,
-        **more,
-    )
+    shares ``places``. ``more``: other fields, or others than the method's."""
+    fields = {
+        "units": tables.units,
+        "sinks": tables.first,
+        "local": local,
+        "best": best,
+        "tables": True,
+        "a": method.a,
+        "before": method.before,
+        "after": method.after,
+        "block_size": method.block_size,
+        "places": places.data_ptr(),
+        "epsilon": method.epsilon,
+        "decay": method.r,
+    }
+    return native.ListedKeys(**fields | more)
 
 
 def layer_fields(tables: ScoreTables, mean_key: Tensor, mean_value: Tensor, spread: Tensor) -> dict[str, Any]:

@@ -23,37 +23,38 @@ class HostTables(HostState):
     def __init__(self, opening: Opening, method: LFPS) -> None:
         self._method, self._units = method, opening.states[0].tables.units
         self._first = opening.states[0].tables.first
-        if opening.apart and self._units == opening.spec.heads:  # heads that choose together do so by weights of sinks
-            self.apart = self._first
+        # Heads that choose together do so by shares of weights, which their sinks have a part in.
+        self._apart = self._first if opening.apart and self._units == opening.spec.heads else 0
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
         self._kept = [tuple(part.float().contiguous() for part in kept) for kept in self._kept]
         self.states = list(opening.states)
         self._make_room(opening.length)
         super().__init__(opening)
-        if method.blocks:
-            self.summarized = Summarized(method.block_size, "stored_mean")
 
     @classmethod
     def serves(cls, method: LFPS, opening: Opening) -> bool:
         """Whether the kernels do what the options ask for, and every layer knows its tables."""
-        return method.reference_alone is None and all(state is not None for state in opening.states)
+        known = not opening.windowed and all(state is not None for state in opening.states)
+        return known and method.reference_alone is None
 
     def known(self, layer: int) -> dict[str, Any]:
         return layer_fields(self.states[layer].tables, *self._kept[layer])
 
-    def keys(self, length: int) -> Any | None:
+    def keys(self, length: int) -> Any:
         method, keys = self._method, length - self._first
-        if keys <= method.budget(keys):
-            return None  # everything is read, and learnt from
+        whole = keys <= method.budget(keys)  # all keys are forced ones, and learnt from: nobody is bypassed
+        self.apart = 0 if whole else self._apart
+        self.summarized = Summarized(method.block_size, "stored_mean") if method.blocks and not whole else None
         return listed_keys(
             method,
             self.states[0].tables,
-            min(method.local, keys),
-            method.best(keys),
+            keys if whole else min(method.local, keys),
+            0 if whole else method.best(keys),
             self._places,
-            blocks=method.blocks,
-            probes=0 if method.rest is None else method.probes,
+            blocks=0 if whole else method.blocks,
+            probes=0 if whole or method.rest is None else method.probes,
+            epsilon=1.0 if whole else method.epsilon,
             apart=self.apart > 0,
         )
 

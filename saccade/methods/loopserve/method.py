@@ -166,6 +166,7 @@ class LoopServe(Method):
         for name in ("at_start", "force", "slashes"):
             require_choice(name, getattr(self, name), (False, True))
         object.__setattr__(self, "tail_rows", self.n_d)
+        object.__setattr__(self, "recalled", max(self.n_d, self.answer_rows))
 
     def reads_all(self, start: int, stop: int) -> bool:
         return self.alpha >= 1.0 or stop - start < self.min_rows
@@ -283,8 +284,16 @@ class LoopServe(Method):
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLines(opening, self)
 
+    def whole_upto(self, opening: Opening) -> int:
+        if any(state is None or state.chosen is not None for state in opening.states):
+            return 0
+        return self.budget if self.at_start else max(self.budget, opening.turn + self.first)
+
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LoopServeState) -> None:
-        state.rows = torch.cat([state.rows, query.q], 1)[:, -self.n_d :]
+        self.recall(state, query.q, query.shape.k_len)
+
+    def recall(self, state: LoopServeState, rows: Tensor, length: int) -> None:
+        state.rows = torch.cat([state.rows, rows], 1)[:, -self.n_d :]
         if isinstance(state, AnsweringState):
-            answer = query.q if state.answer is None else torch.cat([state.answer, query.q], 1)
-            state.answer, state.end = answer[:, -self.answer_rows :], query.shape.k_len
+            answer = rows if state.answer is None else torch.cat([state.answer, rows], 1)
+            state.answer, state.end = answer[:, -self.answer_rows :], length

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.device_state import Opening
 from saccade.methods.magicpig.tables import HashTables, draw
 from saccade.methods.options import require_choice, require_whole
 from saccade.selection import Dense, Selection
+from saccade.selection.plan import MOST
 
 LAYERS_PER_DRAW = 16  # layers that share their random projections
 TILE_KEYS = 4096  # keys hashed at once
@@ -84,6 +86,9 @@ class MagicPIG(Method):
         query.cost.estimated += state.last - state.first
         query.cost.scored += -(-drawn // shape.heads)
         return sampled
+
+    def whole_upto(self, opening: Opening) -> int:
+        return MOST if all(state is None for state in opening.states) else 0
 
     def hash(self, vectors: Tensor, layer: int, kv_head: int) -> Tensor:
         """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""

@@ -169,5 +169,8 @@ class PSA(BlockMethod):
         choice = Choice(source, units, SINK_BLOCKS, LAST_BLOCKS, self.dense_upto, rule=rule)
         return DevicePlan.alike(self, spec, choice)
 
+    def whole_upto(self, opening: Opening) -> int:
+        return self.dense_upto
+
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedKeys(opening, self.bits) if self.rank == "keys" else super().device_state(opening)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.options import budget_keys, require, require_budget, require_choice, require_number, require_whole
@@ -19,6 +20,7 @@ from saccade.methods.state import MethodState
 from saccade.methods.vattention.certified import Certifier, ValueNorms
 from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered, upper_bounds
 from saccade.selection import Dense, Sampled, Selection, Tokens
+from saccade.selection.plan import MOST
 
 LEAST = 32  # keys of any sample
 FIRST, SECOND = 1, 2  # stages that draw
@@ -101,6 +103,11 @@ class VAttention(Method):
             return ValueNorms.of(segment.kv, self.block_size)
         nothing = torch.full((segment.kv.kv_heads, self.follow), -1, dtype=torch.int64, device=segment.kv.device)
         return Heaviest(nothing) if self.follow else None
+
+    def whole_upto(self, opening: Opening) -> int:
+        if self.certify:  # which is said of every row
+            return 0
+        return MOST if self.epsilon == 0 else self.sinks + self.local
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape, size = query.shape, self.block_size
