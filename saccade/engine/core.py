@@ -71,15 +71,16 @@ class Engine:
         self.max_model_len = max_model_len
         self.drafter = drafter
         self.layers = model.spec.layers
-        self.prefixes: PrefixCache | None = None
-        if config.enable_prefix_caching:
-            self.prefixes = PrefixCache(pool, config.chunk, model.runner.rope_regime)
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
         device = getattr(model.runner, "device", None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
         self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
+        memories = self.worker.memories
+        self.prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefixes = PrefixCache(pool, memories, config.chunk, model.runner.rope_regime)
         on_gpu, seconds = device is not None and device.type == "cuda", config.token_gap
         gap = None if seconds is None else TokenGap(seconds, exact, self.layers, on_gpu)
         self.scheduler = Scheduler(
@@ -95,12 +96,12 @@ class Engine:
         self.masks = Masks(config.grammar_seconds)
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
-        self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
+        self.settling = Settling(self.answers, self.scheduler, self.prefixes)
         self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
-        self.sessions = Sessions(model, pool, config.chunk, self.settling)
+        self.sessions = Sessions(model, pool, memories, config.chunk, self.settling)
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
