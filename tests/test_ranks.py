@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import queue
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -20,6 +23,8 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.observe import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, send
+from saccade.engine.ranks import OtherRank
+from saccade.engine.worker import Worker
 from saccade.errors import ModelError, PolicyError, RequestError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
@@ -286,6 +291,71 @@ def test_a_rank_that_dies(pair):
     with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended"):
         assert "RanksLost" in two.generate(PROMPTS[3], greedy(2))[0].error
     assert one.generate(PROMPTS[3], greedy(2))[0].error is None
+
+
+@pytest.fixture
+def on_a_thread(monkeypatch):
+    """The other rank runs on a thread of this process: what breaks it can be planted."""
+    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 5.0)
+    messages: queue.Queue = queue.Queue()
+    threads = []
+
+    def follow(start: Start) -> None:
+        with suppress(OSError):
+            serve(start, iter(messages.get, None))
+        gc.collect()  # closes its connections, as the end of a process does
+
+    def started(link, config, pool, exact) -> None:
+        start = Start(config, 1, str(link.store_path), pool.num_blocks, exact, torch.get_num_threads())
+        threads.append(threading.Thread(target=follow, args=(start,)))
+        threads[-1].start()
+        link.tell, link.tell_each = messages.put, lambda each: messages.put(each[0])
+        link.join()
+
+    monkeypatch.setattr("saccade.llm.start_ranks", started)
+    yield
+    messages.put(None)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_what_fails_in_another_rank_alone(tiny_llama, on_a_thread, monkeypatch):
+    """A request that one rank fails has an error; others go on."""
+
+    def failing(self, step, *more):
+        result = Worker.run(self, step, *more)
+        for one in step.scheduled:
+            if one.start == len(PROMPTS[3]) + 2:
+                result.requests[one.request_id].error = "planted"
+        return result
+
+    monkeypatch.setattr(OtherRank, "run", failing)
+    with make(tiny_llama, 2) as llm:
+        first, second = (llm.engine.add(ids, greedy(6), Policy()) for ids in (PROMPTS[3], PROMPTS[1]))
+        finish(llm.engine)
+        assert first.error == "decode: it failed in another rank"
+        assert second.error is None
+        assert llm.pool.used_blocks == 0
+        assert llm.generate(PROMPTS[1], greedy(6))[0].outputs[0].token_ids == second.final_ids
+
+
+def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
+    """It ends, since it is in another layer than the first; that one's engine lives on without it."""
+
+    def breaking(self, *given):
+        if isinstance(self, OtherRank) and given[0].scheduled[0].phase == "decode":
+            raise OSError("planted")
+        return real(self, *given)
+
+    real = Worker._pass
+    monkeypatch.setattr(Worker, "_pass", breaking)
+    with make(tiny_llama, 2) as llm:
+        request = llm.engine.add(PROMPTS[3], greedy(6), Policy())
+        finish(llm.engine)
+        assert "the 2 ranks are out of step: RuntimeError" in request.error
+        assert "close this engine and begin another" in request.error
+        assert llm.pool.used_blocks == 0
 
 
 def test_a_rank_that_cannot_load_its_model_says_why(tmp_path):
