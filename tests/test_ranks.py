@@ -290,6 +290,7 @@ def test_a_rank_that_dies(pair):
         assert "close this engine and begin another" in request.error
     with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended"):
         assert "RanksLost" in two.generate(PROMPTS[3], greedy(2))[0].error
+    assert (one.loop.alive, two.loop.alive) == (True, False)  # by which a server begins another engine
     assert one.generate(PROMPTS[3], greedy(2))[0].error is None
 
 
