@@ -39,7 +39,7 @@ class RankGroup:
     RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin."""
 
     def __init__(self, store: Any, rank: int, ranks: int, seconds: float) -> None:
-        gloo = distributed.ProcessGroupGloo
+        gloo: Any = distributed.ProcessGroupGloo  # of which torch's stubs know little
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
         options._devices = [gloo.create_device(hostname="127.0.0.1")]

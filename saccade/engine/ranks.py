@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class LoadRows(NamedTuple):
 
     sequence: int
     tensors: dict[str, Tensor]
-    count: int | None
+    rows: int | None
 
 
 Message = StepInput | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows
@@ -147,8 +147,8 @@ class SharedMemories(Memories):
 
     def _part(self, saved: SavedKV) -> SavedKV:
         """What this rank takes of saved keys and values."""
-        heads, ranks = saved.metadata.get("kv_heads"), self._link.ranks
-        metadata = saved.metadata
+        metadata, ranks = saved.metadata, self._link.ranks
+        heads: Any = metadata.get("kv_heads")
         if whole_number(heads, 1) and heads % ranks == 0:
             metadata = {**metadata, "kv_heads": heads // ranks}
         return SavedKV(_parts(saved.tensors, ranks)[0], metadata)
