@@ -105,7 +105,7 @@ def filling(llm: LLM, ids: list[int], model: str) -> Fill:
     )
 
     def fill(request: Request) -> None:
-        kv = request.sequence.memory.kv
+        kv = request.sequence.kv
         kv.reserve(len(ids))
         for layer in range(spec.layers):
             kv.append(layer, k, v)

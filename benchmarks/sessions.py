@@ -36,7 +36,7 @@ from saccade.session import Session
 def fill(session: Session, tokens: list[int]) -> None:
     """Make ``tokens`` a session's whole context, as if a prefill had computed them; their keys are random."""
     sequence, spec = session.sequence, session.llm.model.spec
-    kv, generator, done = sequence.memory.kv, torch.Generator().manual_seed(0), 0
+    kv, generator, done = sequence.kv, torch.Generator().manual_seed(0), 0
     while done < len(tokens):
         count = min(8192, len(tokens) - done)
         shape = (spec.layers, spec.kv_heads, count, spec.head_dim)

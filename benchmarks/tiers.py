@@ -84,7 +84,7 @@ def add_topics(keys: Tensor, q: Tensor, generator: torch.Generator) -> None:
 @torch.inference_mode()
 def fill(llm: LLM, request: Request, topics: bool = False) -> None:
     """Store made-up KV for all but the last row of the prompt."""
-    ids, kv, spec = request.sequence.tokens, request.sequence.memory.kv, llm.model.spec
+    ids, kv, spec = request.sequence.tokens, request.sequence.kv, llm.model.spec
     past = len(ids) - TAIL
     kv.reserve(len(ids))
     context = Filling(kv, past, spec.kv_heads, spec.dtype, topics)

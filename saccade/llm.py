@@ -15,6 +15,7 @@ from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
+from saccade.engine.rank_link import RankLink
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager
 from saccade.machine import folder_and_size, parse_bytes
@@ -22,10 +23,12 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import checked_device, load_model
+from saccade.models.shards import shard_model
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
+from saccade.ranks import start_ranks
 from saccade.session import Session
 from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore, FileStore
@@ -65,13 +68,19 @@ class LLM:
         self.model = load_model(
             checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize
         )
+        ranks, link = config.tensor_parallel_size, None
+        if ranks > 1:
+            link = RankLink(ranks)
+            self.model = shard_model(self.model, 0, ranks, link.sum)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu
         if config.backend == "auto" and not kernels.available():
             warnings.warn(kernels.why_unavailable(), stacklevel=2)
         exact = self.model.spec.dtype == torch.float32 if config.exact is None else config.exact
         pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
-        self.engine = Engine(config, self.model, pool, self.max_model_len, exact)
+        if link is not None:
+            start_ranks(link, config, pool, exact)
+        self.engine = Engine(config, self.model, pool, self.max_model_len, exact, link=link)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)
         self.sessions = None if session_store is None else DurableSessions(session_store, self.loop, most)
@@ -241,6 +250,8 @@ class LLM:
             self.sessions.close()
         self.loop.close()
         self.engine.masks.close()
+        if self.engine.link is not None:
+            self.engine.link.close()
         if self.pool.tiers is not None:
             self.pool.tiers.close()
 

@@ -456,7 +456,7 @@ def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch,
         with llm.session(policy) as session:
             session.generate(random_ids(170, seed=3), few)
             (sequence,) = llm.engine.scheduler.idle.values()
-            return sequence.memory.states
+            return sequence.memories[sequence.id].states
 
     calls = []
     real = PlannedRows.run_layers

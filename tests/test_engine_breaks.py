@@ -101,7 +101,7 @@ def test_a_step_begins_where_the_states_stand(small):
     """Whatever made them differ: an error, never an answer by chance."""
     with small.session("h2o(budget=16)") as session:
         say(session, TURNS[0])
-        memory = session.sequence.memory
+        memory = session.sequence.memories[session.sequence.id]
         assert memory.stands == session.sequence.computed == len(session.token_ids) - 1
         with pytest.raises(SaccadeError, match="built from 43 tokens cannot go on at token 42"):
             memory.begin_step(42, decodes=True)
@@ -143,7 +143,7 @@ def test_turns_that_break_anywhere():
 
 
 def test_the_sweep_sees_a_session_that_remembers_a_broken_turn(monkeypatch):
-    monkeypatch.setattr("saccade.engine.sequence.Sequence._go_back", lambda self: None)
+    monkeypatch.setattr("saccade.engine.memory.SequenceMemory._go_back", lambda self, length, stored: True)
     _, wrong = breaks(12, seed=7, policies=("h2o(budget=16)",), each=1)
     assert len(wrong) > 2
 

@@ -177,7 +177,7 @@ def test_the_last_row_that_stayed_says_where_the_next_draft_reads(llm, monkeypat
 
     def noted(self, request, rows, steps, most):
         begin(self, request, rows, steps, most)
-        weighed, carried = self.speculation.weighed, request.sequence.memory.carried
+        weighed, carried = self.speculation.weighed, request.sequence.memories[request.sequence.id].carried
         if weighed is not None:
             row = rows.start - 1 - weighed.start
             seen.append((weighed.peaks.shape[1], row, torch.equal(carried.peaks, weighed.peaks[:, row])))

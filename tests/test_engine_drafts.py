@@ -66,7 +66,7 @@ def run(llm: LLM, session: int, ids: list[int], policy: Policy, params=PARAMS, d
     while engine.busy:
         engine.step()
         steps += 1
-        memory = sequence.memory
+        memory = sequence.memories[sequence.id]
         assert memory.history.lengths == []
         assert memory.kv.length == sequence.computed
         if request.output_ids:

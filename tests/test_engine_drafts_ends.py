@@ -222,7 +222,7 @@ def test_a_broken_pass_is_taken_back(tiny_llama, prompts, in_the_next_pass, poli
         in_the_next_pass(broken)
         with pytest.raises(SystemExit):
             llm.engine.step()
-        assert all(request.sequence.memory.history.lengths == [] for request in requests)
+        assert all(request.sequence.memories[request.sequence.id].history.lengths == [] for request in requests)
         if not exact:
             in_the_next_pass(too_much, phase="decode")
         finish(llm.engine)

@@ -28,7 +28,7 @@ def test_cancelling_frees_blocks_and_leaves_others_unchanged(llm, prompts, solo,
     for _ in range(steps):
         llm.engine.step()
     before = llm.engine.pool.used_blocks
-    held = gone.sequence.memory.kv.blocks
+    held = gone.sequence.kv.blocks
     llm.engine.cancel(gone)
     assert gone.finish_reason == "cancelled"
     assert llm.engine.pool.used_blocks == before - held

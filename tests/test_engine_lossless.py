@@ -108,7 +108,7 @@ def test_two_turns_leave_what_a_fresh_replay_leaves(any_llm, draft):
     for computed, kept in ours[0].kept[1::5]:
         session = engine.sessions.open()
         again = run(any_llm, session, sequence[:computed], policy, one_token, decoded=computed - len(IDS))
-        kv = engine.sessions[session].memory.kv
+        kv = engine.sessions[session].kv
         for name in kept[0]:
             if name.startswith("summary/0/"):  # the replay drafts nothing, so nobody has asked for them
                 kv.summaries(*(int(part) if part.isdigit() else part for part in name.split("/")[2:]))
@@ -232,7 +232,7 @@ def test_a_draft_step_that_breaks_costs_nothing_but_drafts(any_llm, prompts, den
     if happens is SystemExit:
         with pytest.raises(SystemExit):
             finish(any_llm.engine)
-        assert request.sequence.memory.kv.length in (0, request.sequence.computed)
+        assert request.sequence.kv.length in (0, request.sequence.computed)
     finish(any_llm.engine)
     assert request.final_ids == tokens(dense[0])
     assert any("planted" in note for note in request.report.notes) == (happens is MemoryError)

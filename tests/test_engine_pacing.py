@@ -234,7 +234,7 @@ def test_a_draft_that_is_given_up_costs_nothing_more(small):
         while not request.finished and (request.speculation is None or request.speculation.pace.off is None):
             small.engine.step()
         assert request.speculation.pace.off is not None
-        assert not request.sequence.memory.has_state
+        assert not request.sequence.memories[request.sequence.id].has_state
         said = request.report.speculation.as_dict()
         finish(small.engine)
         assert request.report.speculation.as_dict()["verifications"] == said["verifications"]

@@ -163,7 +163,7 @@ def test_what_is_kept_for_others_is_counted_apart(sharing):
     session = sharing.engine.sessions[sharing.engine.sessions.open()]
     sharing.engine.add(DOCUMENT + question(1), GREEDY, Policy(), session)
     finish(sharing.engine)
-    assert prefixes.kept_slots == sharing.pool.used_blocks - session.memory.kv.blocks > 0
+    assert prefixes.kept_slots == sharing.pool.used_blocks - session.kv.blocks > 0
     report = sharing.cache_report()
     assert report["sessions"] is None
     assert report["prefixes"]["kept_bytes"] == prefixes.kept_slots * sharing.pool.format.block_bytes

@@ -31,10 +31,10 @@ def make(folder, blocks: int, **options: Any) -> LLM:
 
 def check_accounts(llm: LLM, sequences: list) -> None:
     """Every block belongs to exactly one live sequence or is free."""
-    check_blocks(llm.engine.pool, [sequence.memory.kv for sequence in sequences])
+    check_blocks(llm.engine.pool, [sequence.kv for sequence in sequences])
     for sequence in sequences:
         assert sequence.computed <= sequence.reached <= len(sequence.tokens)
-        assert sequence.memory.kv.length == sequence.computed
+        assert sequence.kv.length == sequence.computed
         assert [span.start for span in sequence.spans[1:]] == [span.stop for span in sequence.spans[:-1]]
 
 

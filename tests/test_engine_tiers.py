@@ -277,7 +277,7 @@ def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole)
         with llm.restore(tmp_path / "saved") as back:
             assert tokens(back.generate(ask[1], GREEDY)) == want[1]
         (sequence,) = llm.engine.sessions.values()
-        block = sequence.memory.kv.block_table[2:3].numpy()
+        block = sequence.kv.block_table[2:3].numpy()
         with llm.pool.tiers.fetch(1, block):
             pass
         llm.pool.tiers.lose(1, block)

@@ -84,7 +84,7 @@ def test_an_evicted_context_is_computed_again_as_it_was(llm, tiny_llama):
     with small.session(policy) as session:
         session.complete(CONTEXT, GREEDY)
         small.generate(random_ids(400, seed=9), GREEDY)
-        assert session.sequence.memory.kv.blocks == 0
+        assert session.sequence.kv.blocks == 0
         output = session.complete([*CONTEXT, *QUESTION], GREEDY, keep=200, decoded=9)
     assert tokens(output) == kept
     assert output.report["cached_tokens"] == 0
@@ -111,4 +111,4 @@ def test_a_method_with_state_begins_it_anew_for_every_question(tmp_path, monkeyp
         session.complete(CONTEXT, GREEDY)
         session.complete([*CONTEXT, *QUESTION], GREEDY, keep=200, decoded=9)
         session.complete([*CONTEXT, *OTHER], GREEDY, keep=200, decoded=13)
-        assert session.sequence.memory.states[0] == list(range(201, 201 + 13 + 9))
+        assert session.sequence.memories[session.sequence.id].states[0] == list(range(201, 201 + 13 + 9))

@@ -155,7 +155,7 @@ def test_what_recorded_rounds_leave_is_what_single_steps_leave(engines):
     for llm, policy in ((host, "dense"), (device, ours)):
         sessions = [llm.session(policy=policy) for _ in prompts]
         outputs = [session.generate(ids, params) for session, ids in zip(sessions, prompts)]
-        left.append([(tokens(output), session.sequence.memory.kv) for session, output in zip(sessions, outputs)])
+        left.append([(tokens(output), session.sequence.kv) for session, output in zip(sessions, outputs)])
         kept.append(sessions)
     for (want, plain), (got, ours) in zip(*left):
         assert got == want

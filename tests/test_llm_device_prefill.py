@@ -87,8 +87,8 @@ def test_stored_keys_are_those_of_the_host(engines, steps):
             for turn in asked(18)[0], random_ids(2, seed=3):
                 session.generate(turn, FEW)
             (sequence,) = one.engine.sessions.values()
-            stored.append([sequence.memory.kv.view(layer).keys().clone() for layer in range(2)])
-            stored[-1] += [sequence.memory.kv.view(layer).values().clone() for layer in range(2)]
+            stored.append([sequence.kv.view(layer).keys().clone() for layer in range(2)])
+            stored[-1] += [sequence.kv.view(layer).values().clone() for layer in range(2)]
     assert steps == [[18], [3]]  # the turn before left its last token
     for left, right in zip(*stored):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)

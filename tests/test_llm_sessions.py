@@ -76,7 +76,7 @@ def test_an_evicted_session_goes_on_as_if_it_had_stayed(llm, tiny_llama, policy)
 
     def crowd_out(session):
         small.generate(random_ids(400, seed=9), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        evictions.append(session.sequence.memory.kv.blocks == 0)
+        evictions.append(session.sequence.kv.blocks == 0)
 
     assert turns_of(small, policy, crowd_out) == kept
     assert all(evictions)
@@ -237,7 +237,7 @@ def test_a_chat_that_goes_on_elsewhere_keeps_no_part_of_a_sparse_prefill(llm, po
         output, whole = (one.chat("go on", GREEDY) for one in (session, fresh))
         assert output.report["cached_tokens"] == 0
         assert tokens(output) == tokens(whole)
-        assert torch.equal(session.sequence.memory.kv.view(1).keys(), fresh.sequence.memory.kv.view(1).keys())
+        assert torch.equal(session.sequence.kv.view(1).keys(), fresh.sequence.kv.view(1).keys())
 
 
 @pytest.mark.parametrize("raw", ["generate", "stream", "complete"])

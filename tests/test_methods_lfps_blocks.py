@@ -189,7 +189,7 @@ def llm(tiny_llama):
 
 def true_tables(session, layer: int) -> torch.Tensor:
     """Vertical and slash, [2, units, capacity], in float64."""
-    tables = session.sequence.memory.states[layer].tables
+    tables = session.sequence.memories[session.sequence.id].states[layer].tables
     return torch.stack([tables.vertical, tables.slash]).double() * tables.scale[:, None]
 
 
@@ -205,7 +205,7 @@ def test_a_kept_history_decays_by_a_step_a_row(llm, layer, rows):
             before = true_tables(session, layer)
             session.generate(second, SamplingParams(temperature=0, max_tokens=1))  # its token comes from the prefill
             after[history] = true_tables(session, layer)
-            learnt = session.sequence.memory.states[layer].tables.steps
+            learnt = session.sequence.memories[session.sequence.id].states[layer].tables.steps
     assert learnt == 0
     n = 150 + 10 + rows - 4
     share = 0.95 ** min(32, rows + 1)  # the last sampled token joins the prefill

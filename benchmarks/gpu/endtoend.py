@@ -174,10 +174,9 @@ class Bench:
 
     def request(self, tokens: int, policy: str) -> Request:
         assert self.pool is not None
-        sequence = Sequence(self.pool)
+        sequence = Sequence(self.pool, self.worker.memories)
         vocab = self.spec.vocab_size
         ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-        self.worker.memories[sequence.id] = sequence.memory
         request = Request(
             new_request_id(), ids, GREEDY, Policy.parse(policy), layers=self.spec.layers, detokenizer=None
         )
@@ -204,7 +203,7 @@ class Bench:
     def prefill(self, request: Request, chunk: int = CHUNK) -> None:
         sequence = request.sequence
         length = len(sequence.tokens)
-        sequence.memory.kv.reserve(length)
+        sequence.kv.reserve(length)
         while sequence.computed < length:
             self.step([request], chunk)
 
@@ -213,13 +212,13 @@ class Bench:
         number of blocks."""
         request = self.request(20000 if policy == "dense" else max(PREFILL_SIZES), policy)
         self.prefill(request)
-        request.sequence.memory.kv.free()
+        request.sequence.kv.free()
 
     def first_token(self, tokens: int, policy: str, dense: float | None) -> float:
         request = self.request(tokens, policy)
         taken = seconds(lambda: self.prefill(request))
         report = request.report.prefill.as_dict()
-        request.sequence.memory.kv.free()
+        request.sequence.kv.free()
         self.results.add(
             what="time to first token",
             context=tokens,
@@ -241,9 +240,9 @@ class Bench:
         try:
             for request in requests:
                 sequence = request.sequence
-                sequence.memory.kv.reserve(tokens + steps)
+                sequence.kv.reserve(tokens + steps)
                 for layer in range(self.spec.layers):
-                    sequence.memory.kv.append(layer, *torch.randn(*shape, device="cuda", dtype=torch.bfloat16))
+                    sequence.kv.append(layer, *torch.randn(*shape, device="cuda", dtype=torch.bfloat16))
                 sequence.filled(tokens - PREFILLED)
                 self.prefill(request)  # methods begin with what they see of a prompt's end
                 sequence.extend([7], "decode", request.policy)
@@ -252,8 +251,7 @@ class Bench:
             if self.worker.device is not None:
                 self.worker.device.forget_ahead()
             for request in requests:
-                request.sequence.memory.drop()
-                self.worker.memories.pop(request.sequence.id, None)
+                request.sequence.close()
 
     def decode_step(self, requests: list[Request], goes_on: bool = False) -> None:
         found = self.step(requests, goes_on=goes_on)

@@ -105,7 +105,7 @@ class Hosted(Tiered):
         plan = Policy.parse(policy).decode.device_plan(self.spec)
         blocks = None if plan is None else plan.blocks
         for request in requests:
-            memory = request.sequence.memory
+            memory = request.sequence.memories[request.sequence.id]
             memory.forget_method()
             if all_there:  # with the summaries that the device has made
                 memory.hosted = HostedMemory(memory, blocks)
@@ -140,7 +140,7 @@ class Hosted(Tiered):
             self.wait()
             began = time.perf_counter()
             for request in requests:
-                request.sequence.memory.kv.reserve(len(request.sequence.tokens))
+                request.sequence.kv.reserve(len(request.sequence.tokens))
             found = self.step(requests)
             self.wait()
             taken.append(1e3 * (time.perf_counter() - began))
@@ -235,7 +235,7 @@ class Hosted(Tiered):
                 self.run(f"{tokens}: one", requests[:1], policy, threads, few)
                 self._together(tokens, requests, policy, threads, options, None)
         for request in requests:
-            request.sequence.memory.drop()
+            request.sequence.memories[request.sequence.id].drop()
 
     def _together(
         self,
@@ -253,7 +253,7 @@ class Hosted(Tiered):
 
 
 def _hosted(request: Request) -> HostedMemory:
-    held = request.sequence.memory.hosted
+    held = request.sequence.memories[request.sequence.id].hosted
     assert held is not None, "the sequence does not live on the host"
     return held
 

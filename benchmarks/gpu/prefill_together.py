@@ -73,12 +73,12 @@ def steps(results: Results, bench: Bench, count: int, length: int, policy: str) 
             host.waits = own
             requests = [bench.request(length, policy) for _ in range(count)]
             for request in requests:
-                request.sequence.memory.kv.reserve(length)
+                request.sequence.kv.reserve(length)
             time = seconds(lambda requests=requests: bench.step(requests, length))
             if turn:
                 taken[name].append(time * 1000)
             for request in requests:
-                request.sequence.memory.kv.free()
+                request.sequence.kv.free()
                 bench.worker.memories.pop(request.sequence.id, None)
     host.waits = waits
     times = {name: statistics.median(found) for name, found in taken.items()}

@@ -129,7 +129,7 @@ class Tiered(Bench):
         """A request whose context is made up but for its last tokens."""
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
-        kv = sequence.memory.kv
+        kv = sequence.kv
         kv.reserve(tokens)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
@@ -213,8 +213,7 @@ class Tiered(Bench):
         if self.timed:
             functions(step, PROFILED)
         for request in requests:
-            request.sequence.memory.drop()
-            self.worker.memories.pop(request.sequence.id, None)
+            request.sequence.close()
         return ms
 
 

@@ -38,9 +38,10 @@ class SyntheticKV:
     def fill(self, sequence: Sequence) -> None:
         """Store them as if a prefill had computed the first ``past`` tokens of a sequence that has computed none. The
         pool must have room."""
-        sequence.memory.kv.reserve(len(sequence.tokens))
+        kv = sequence.memories[sequence.id].kv
+        kv.reserve(len(sequence.tokens))
         for layer, (k, v) in enumerate(self.layers):
-            sequence.memory.kv.append(layer, k, v)
+            kv.append(layer, k, v)
         sequence.filled(self.past)
 
 

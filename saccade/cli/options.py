@@ -47,6 +47,7 @@ THREADS = typer.Option("--threads", help="Threads for kernels and matrix product
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
 AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
 TARGET = typer.Option("--target", help="Agreement with dense to hold by moving the method's dial.")
+RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out the KV heads, on a CPU; experimental.")
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 
@@ -70,6 +71,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "audit": (Annotated[float, AUDIT], 0.0),
     "audit_steps": (Annotated[float, AUDIT_STEPS], 0.0),
     "target": (Annotated[float | None, TARGET], None),
+    "tensor_parallel_size": (Annotated[int, RANKS], 1),
 }
 
 

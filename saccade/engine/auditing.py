@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import Tensor
@@ -134,16 +133,7 @@ class Auditing:
     def _run(self, batch: Batch) -> None:
         dense = [(request, _dense(rows)) for request, rows in batch]
         try:
-            with ExitStack() as held:
-                for request, _ in dense:
-                    held.enter_context(request.sequence.memory.without_method())
-                try:
-                    result = self.worker.run(step_input(dense))
-                finally:
-                    for request, rows in dense:
-                        kv = request.sequence.memory.kv
-                        kv.truncate(rows.start)  # which gives a block back that the row had to itself
-                        kv.reserve(rows.stop)
+            result = self.worker.replay(step_input(dense))
         except Exception as error:  # the step itself will say what is wrong
             logger.debug("a dense replay of %d rows failed", len(batch), exc_info=True)
             for request, _ in batch:

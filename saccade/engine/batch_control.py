@@ -91,10 +91,10 @@ class BatchControl:
 
     def working_set(self, request: Request) -> float:
         """Parts of KV blocks that one iteration of a decoding request reads: the least of the last ones."""
-        if goes_to_host(request.sequence.memory.kv.pool, request.policy):
+        if goes_to_host(request.sequence.kv.pool, request.policy):
             return 0.0  # the CPU attends what lies behind memory
         measured = self._working.get(request.id)
-        kv = request.sequence.memory.kv
+        kv = request.sequence.kv
         return min(measured) if measured else UNKNOWN * kv.blocks * kv.pool.rows
 
     def admits(self, running: Sequence[Request], request: Request) -> bool:
@@ -102,7 +102,7 @@ class BatchControl:
         tiers, pool = self.pool.tiers, self.pool
         if tiers is None or self.gap is None or not running:
             return True
-        whole = {one: one.sequence.memory.kv.blocks * pool.rows for one in running}
+        whole = {one: one.sequence.kv.blocks * pool.rows for one in running}
         whole[request] = pool.slots_for(len(request.sequence.tokens)) * pool.rows
         wanted = sum(self._share_of(one.policy) * size for one, size in whole.items())
         if sum(whole.values()) <= tiers.parts:
@@ -154,7 +154,7 @@ class BatchControl:
 
     def _read(self, request: Request, parts: int, whole: bool) -> None:
         """An iteration asked for so many parts; ``whole``: for all of them, whatever it was to read."""
-        policy, kv = request.policy, request.sequence.memory.kv
+        policy, kv = request.policy, request.sequence.kv
         every = kv.blocks * kv.pool.rows
         if whole and not policy.decode.is_dense:
             if policy.text not in self._shares:

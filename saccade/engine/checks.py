@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from saccade.engine.messages import MapOrder
 from saccade.engine.params import SamplingParams
+from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
@@ -54,9 +56,16 @@ class PromptLimits:
 class Checks:
     """Raises errors that name the value, what is allowed and the way out."""
 
-    def __init__(self, model: LoadedModel, pool: BlockManager, max_model_len: int, calibrations: Calibrations) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: BlockManager,
+        max_model_len: int,
+        calibrations: Calibrations,
+        ranks: int = 1,
+    ) -> None:
         self.model, self.pool, self.max_model_len = model, pool, max_model_len
-        self.calibrations = calibrations
+        self.calibrations, self.ranks = calibrations, ranks
 
     def prompt(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -75,8 +84,13 @@ class Checks:
         pool = self.pool
         return min(pool.num_blocks // pool.layers, pool.logical_blocks) * pool.format.block_size
 
+    def request(self, params: SamplingParams, map_order: MapOrder | None) -> None:
+        """Raise RequestError for what this engine cannot show."""
+        check_request(self.ranks, params, map_order is not None)
+
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""
+        check_policy(self.ranks, policy)
         freeze = policy.freeze
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
             raise PolicyError(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from saccade.engine import rank_limits
 from saccade.errors import SaccadeError, check_share, finite_number, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
@@ -73,6 +74,8 @@ class EngineConfig:
     (shared_store.py).
 
     ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
+    ``tensor_parallel_size``: processes that share out the model's KV heads, on a CPU and under dense attention alone
+    (docs/scale-out.md; experimental). ``kv_memory`` and ``threads`` are each one's.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -109,10 +112,11 @@ class EngineConfig:
     audit: float = 0.0
     audit_steps: float = 0.0
     target: float | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
-        for name in ("prefill_chunk", "max_requests", "max_waiting"):
+        for name in ("prefill_chunk", "max_requests", "max_waiting", "tensor_parallel_size"):
             value, by_device = getattr(self, name), name == "prefill_chunk"
             if not whole_number(value, 1) and not (by_device and value is None):
                 allowed = "an integer >= 1, or None for the device's default" if by_device else "an integer >= 1"
@@ -188,6 +192,7 @@ class EngineConfig:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:
             raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
+        rank_limits.check_config(self)
 
     @property
     def chunk(self) -> int:

@@ -21,6 +21,8 @@ from saccade.engine.masks import Masks
 from saccade.engine.messages import AddRequest, MapOrder, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.prefixes import PrefixCache
+from saccade.engine.rank_link import RankLink
+from saccade.engine.ranks import FirstRank
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
@@ -64,22 +66,29 @@ class Engine:
         max_model_len: int,
         exact: bool,
         drafter: Drafter | None = None,
+        link: RankLink | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
         self.drafter = drafter
+        self.link = link
         self.layers = model.spec.layers
-        self.prefixes: PrefixCache | None = None
-        if config.enable_prefix_caching:
-            self.prefixes = PrefixCache(pool, config.chunk, model.runner.rope_regime)
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
         device = getattr(model.runner, "device", None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
-        self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
+        self.worker = (
+            Worker(model.runner, setting, exact, config.cuda_graphs)
+            if link is None
+            else FirstRank(link, model.runner, setting, exact)
+        )
+        memories = self.worker.memories
+        self.prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefixes = PrefixCache(pool, memories, config.chunk, model.runner.rope_regime)
         on_gpu, seconds = device is not None and device.type == "cuda", config.token_gap
         gap = None if seconds is None else TokenGap(seconds, exact, self.layers, on_gpu)
         self.scheduler = Scheduler(
@@ -93,14 +102,14 @@ class Engine:
             drop=self.worker.drop,
         )
         self.masks = Masks(config.grammar_seconds)
-        self.checks = Checks(model, pool, max_model_len, calibrations)
+        self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size)
         self.answers = Answers(model)
-        self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
+        self.settling = Settling(self.answers, self.scheduler, self.prefixes)
         self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
-        self.sessions = Sessions(model, pool, config.chunk, self.settling)
+        self.sessions = Sessions(model, pool, memories, config.chunk, self.settling)
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
@@ -177,6 +186,7 @@ class Engine:
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
+        self.checks.request(params, map_order)
         policy = certified(policy, params)
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint, self.masks)

@@ -7,11 +7,10 @@ from typing import Any
 
 from saccade.engine.acceptance import Proposal
 from saccade.engine.lookup import LONGEST
+from saccade.engine.memory import Cut
 from saccade.engine.request import Request
 from saccade.engine.speculation import Drafts, Speculation
 from saccade.engine.step import RequestResult, ScheduledRequest
-from saccade.methods.state import snapshot
-from saccade.methods.verified import bare
 
 AGREEING = 2  # drafted tokens that a look-up must have foretold before it goes on for the draft
 
@@ -27,14 +26,10 @@ class Round:
         self.open = True
         self.policy = replace(rows.policy, decode=self.speculation.method.draft)
         self._agreed = 0
-        memory = request.sequence.memory
-        self._length = len(request.sequence.tokens)
-        self._states = memory.states
-        if any(state is not None for state in self._states):
-            memory.states = [snapshot(bare(state)) for state in self._states]
-        weighed = self.speculation.weighed
-        if weighed is not None:
-            memory.carried = weighed.carried(rows.start - 1, self.speculation.method.carried)
+        sequence, weighed = request.sequence, self.speculation.weighed
+        self._length = len(sequence.tokens)
+        carried = None if weighed is None else weighed.carried(rows.start - 1, self.speculation.method.carried)
+        sequence.memories.begin_drafts(sequence.id, carried)
 
     def row(self) -> ScheduledRequest:
         """The next row to compute."""
@@ -116,8 +111,7 @@ class Round:
         sequence = self.request.sequence
         del sequence.tokens[self._length :]
         self.speculation.lookup.cut(self._length - 1)
-        sequence.memory.states, sequence.memory.carried = self._states, None
-        sequence.memory.cut(self.rows.start, holds=sequence.memory.kv.pool.roomy)
+        sequence.memories.truncate(sequence.id, self.rows.start, Cut.DRAFTED, holds=sequence.kv.pool.roomy)
         if not self.drafts.tokens:
             self.speculation.proposals.clear()
         self.speculation.found = self.drafts.found

@@ -18,7 +18,6 @@ from typing import Protocol
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler
 from saccade.engine.step import ScheduledRequest
-from saccade.methods.state import can_copy
 
 logger = logging.getLogger(__name__)
 MOST = 16  # drafted tokens of a request in one step
@@ -58,7 +57,7 @@ def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: i
         return 0
     sequence = request.sequence
     free = min(most, request.output_start + request.max_tokens - len(sequence.tokens) - 1)
-    while free > 0 and sequence.memory.kv.missing_blocks(rows.stop + free) > scheduler.pool.free_blocks:
+    while free > 0 and sequence.kv.missing_blocks(rows.stop + free) > scheduler.pool.free_blocks:
         free -= 1
     return free
 
@@ -66,7 +65,7 @@ def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: i
 def reserved(request: Request, stop: int) -> bool:
     """Whether there are blocks for drafted rows before ``stop``, from now on; else the step goes without them."""
     try:
-        request.sequence.memory.kv.reserve(stop)
+        request.sequence.kv.reserve(stop)
     except Exception:
         logger.debug("no blocks for drafts", exc_info=True)
         return False
@@ -79,7 +78,7 @@ def has_one_row(request: Request) -> bool:
     broke (perhaps for its many rows), and one whose samples are about to go on from where it stands."""
     if request.undrafted or request.forks:
         return True
-    if all(can_copy(state) for state in request.sequence.memory.states):
+    if request.sequence.memories.can_copy(request.sequence.id):
         return False
     request.report.note(
         f"decode: '{request.policy.decode.text}' keeps a state that cannot be taken back, so nothing is drafted"

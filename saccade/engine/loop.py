@@ -148,8 +148,9 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be added: not after :meth:`close`, or once the thread has broken."""
-        return not self._loop.closed
+        """Whether requests can be served: not after :meth:`close`, once the thread has broken, or a rank is lost."""
+        link = self.engine.link
+        return not self._loop.closed and (link is None or link.lost is None)
 
     def statistics(self) -> EngineStatistics:
         """How the engine stands."""

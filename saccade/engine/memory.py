@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -17,18 +19,46 @@ from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
 from saccade.methods.host_state import HostState
-from saccade.methods.state import MethodState, fork
+from saccade.methods.state import MethodState, fork, snapshot
+from saccade.methods.verified import bare
 from saccade.ops import debug
 
 if TYPE_CHECKING:
     from saccade.engine.hosted_memory import HostedMemory
 
 
+class Cut(Enum):
+    """What method states have to do with rows that are cut off.
+
+    UNSEEN: no state knows of them, or none that is used again. BLOCKS: there are none: only blocks that were reserved
+    for more go. REJECTED: they are drafts of the last step, and states were marked after each row of it. DRAFTED: they
+    were drafted since states were set aside. BROKEN: they are of a step that broke on the way. TURN: they are of the
+    last turn, or of earlier ones. FORGOTTEN: all states go."""
+
+    UNSEEN = auto()
+    BLOCKS = auto()
+    REJECTED = auto()
+    DRAFTED = auto()
+    BROKEN = auto()
+    TURN = auto()
+    FORGOTTEN = auto()
+
+
+@dataclass(frozen=True)
+class TurnMark:
+    """What a turn taken back returns to, after ``reached`` tokens. A prefill leaves the states it finds as they are;
+    none once dropped."""
+
+    reached: int
+    states: list[Any] = field(default_factory=list)
+    gone: list[Tensor | None] = field(default_factory=list)
+
+
 class SequenceMemory:
     """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
     that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
     it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows.
-    ``carried``: while drafts are made, what their rows read besides.
+    ``carried``: while drafts are made, what their rows read besides. ``mark``: where the last turn began.
 
     ``stands``: the tokens after which ``states``, ``tails``, ``gone`` and ``watched`` stand, all layers alike; None
     from the beginning of a step to its good end. Who goes on from them compares it with the tokens that are stored:
@@ -54,6 +84,8 @@ class SequenceMemory:
         self.weighed: Weighed | None = None  # room for what verifications leave
         self.history = StateHistory()
         self.stands: int | None = 0
+        self.mark: TurnMark | None = None
+        self._aside: list[Any] = []  # the states while drafts are made
         self.forget_method()
 
     @property
@@ -167,22 +199,69 @@ class SequenceMemory:
             if learnt is not None and learnt > length:
                 raise SaccadeError(f"the state of layer {layer} has learnt from {learnt} of {length} tokens")
 
-    def fork(self) -> SequenceMemory:
-        """A copy that shares its blocks and goes its own way. CapacityError where there is no block for a copy of the
-        last, partly filled one."""
+    def fork(self, length: int | None, mark: TurnMark | None) -> SequenceMemory:
+        """A copy that shares its blocks and goes its own way from ``mark``; with ``length``, of the keys and values of
+        so many tokens. CapacityError where there is no block for a copy of the last, partly filled one."""
+        if length is not None:
+            made = SequenceMemory(self.kv.pool)
+            made.kv, made.stands, made.mark = self.kv.fork(length), length, mark
+            return made
         self.states  # noqa: B018  (back on the host, where it can be copied)
         made = copy.copy(self)  # which does not live on the host
         made.kv = self.kv.fork()
         for name in ("states", "tails", "gone", "watched"):
             setattr(made, name, fork(getattr(self, name)))
-        made.history = StateHistory()
+        made.history, made.mark = StateHistory(), mark
         made.carried = made.weighed = None
         return made
 
-    def take_back(self, length: int) -> None:
-        """Go back to the first ``length`` tokens, which end with a row of the step with drafts that ran last."""
-        self.states = self.history.rollback(length, self.kv.layers)
-        self.cut(length)
+    def begin_turn(self, reached: int, keeps: bool) -> None:
+        """Mark where a turn begins, after ``reached`` tokens; ``keeps``: with the states that there are."""
+        self.mark = TurnMark(reached, list(self.states), list(self.gone)) if keeps else TurnMark(reached)
+
+    def begin_drafts(self, carried: Carried | None) -> None:
+        """Go on with copies of the states, and what is ``carried``, until drafted rows are cut off."""
+        self._aside, self.carried = self.states, carried
+        if any(state is not None for state in self._aside):
+            self.states = [snapshot(bare(state)) for state in self._aside]
+
+    def truncate(self, length: int, cut: Cut, stored: int, learns: bool, holds: bool) -> bool:
+        """See ``Memories.truncate``. False, with some states undone, where everything has to go."""
+        if cut is Cut.BLOCKS:
+            self.kv.truncate(min(length, self.kv.length))
+            return True
+        if cut is Cut.REJECTED:
+            self.states = self.history.rollback(length, self.kv.layers)
+        elif cut is Cut.DRAFTED:
+            self.states, self.carried, self._aside = self._aside, None, []
+        elif cut is Cut.FORGOTTEN:
+            self.forget_method()
+            self.mark = None
+        elif cut is Cut.BROKEN:
+            if self.stands != stored and ((learns and self.has_state) or self.evicts or self.is_learning):
+                return False  # a state may have seen the step already; it is built again with the keys
+            self.history.clear()
+        elif cut is Cut.TURN and not self._go_back(length, stored):
+            return False
+        self.cut(min(length, stored) if cut is Cut.TURN else length, holds)
+        return True
+
+    def _go_back(self, length: int, stored: int) -> bool:
+        """Undo what rows from ``length`` on have evicted or left half done, and what a broken step has: from the turn's
+        beginning if the states of that are marked. False where that takes computing everything again."""
+        torn, mark = self.stands != stored, self.mark
+        if not torn and not (stored > length or (stored == length and self.is_learning)):
+            return True
+        evicting = [state for state in self.states if isinstance(state, Evicting)]
+        broken = self.is_learning or (torn and self.knows)
+        known = max((gone.shape[1] for gone in self.gone if gone is not None), default=0)
+        self.watched, self.tails = [None] * self.kv.layers, [None] * self.kv.layers
+        back = mark is not None and mark.reached == length
+        if mark is not None and back and mark.states:
+            self.states, self.gone = list(mark.states), list(mark.gone)
+            return True
+        lost = back and self.has_state  # those of the turn before, unless marked
+        return not (lost or length < known or broken) and all(state.holds(length) for state in evicting)
 
     def cut(self, length: int, holds: bool = False) -> None:
         """Forget the keys and values from ``length`` on, with or without their blocks (SequenceKV.truncate), of which
@@ -203,3 +282,4 @@ class SequenceMemory:
         self.kv.free()
         self.forget_method()
         self.stands = 0
+        self.mark = self.mark and TurnMark(self.mark.reached)

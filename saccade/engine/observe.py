@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from saccade.errors import RequestError
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.selection import Selection
@@ -47,6 +48,11 @@ def observing(engine: Engine, observer: Observer) -> Iterator[None]:
 
     Keys that are computed again after a preemption are seen again. Observers nest: each block restores the one before.
     """
+    if engine.link is not None:
+        raise RequestError(
+            f"tensor_parallel_size={engine.link.ranks} leaves a part of the heads to each process; observe with "
+            "tensor_parallel_size=1"
+        )
     watch = engine.watch
     before, watch.observer = watch.observer, observer
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.engine.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
 from saccade.errors import SaccadeError
-from saccade.kv.saved import SavedKV, append_rows, copy_rows
+from saccade.kv.saved import SavedKV
 
 if TYPE_CHECKING:
     from saccade.engine.sequence import Sequence
@@ -88,7 +88,7 @@ def act(sessions: Sessions, piece: Piece) -> Any:
         return _copy(sessions.get(piece.session), piece)
     sequence = sessions.require(piece.session)
     if isinstance(piece, CaptureSession):
-        kv = sequence.memory.kv
+        kv = sequence.kv
         saved = save_sequence(sequence, None, sessions.chunk, piece.segment)
         stood, mark = dict(kv.stood), next(_marks)
         kv.mark(mark)
@@ -105,22 +105,22 @@ def _begin(sessions: Sessions, piece: BeginRestore) -> int:
 
 
 def _copy(sequence: Sequence | None, piece: CopyRows) -> dict[str, Tensor] | None:
-    if sequence is None or sequence.memory.kv.stood.get(piece.mark, 0) < piece.stop:
+    if sequence is None or sequence.kv.stood.get(piece.mark, 0) < piece.stop:
         return None
     try:
-        return copy_rows(sequence.memory.kv, piece.start, piece.stop)
+        return sequence.memories.save_rows(sequence.id, piece.start, piece.stop)
     except SaccadeError:  # a block that is not resident, mostly
         return None
 
 
 def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
-    kv = sequence.memory.kv
+    kv = sequence.kv
     if kv.length != piece.start:
         return SaccadeError("others needed its blocks while it was restored")
     try:
         if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
             kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
-        append_rows(kv, piece.tensors)
+        sequence.memories.load_rows(sequence.id, piece.tensors)
     except SaccadeError as error:
         return error
     sequence.filled(kv.length)
@@ -128,15 +128,16 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
 
 
 def _finish(sessions: Sessions, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
-    saved, kv = piece.saved, sequence.memory.kv
+    saved, kv = piece.saved, sequence.kv
     lost: Exception | None = None if piece.lost is None else SaccadeError(piece.lost)
     stored = saved.data["kv"]
     if stored is not None and lost is None:
         try:
-            SavedKV({}, stored).check(kv.pool.format, kv.layers)
+            sequence.memories.check_kv(sequence.id, SavedKV({}, stored))
             if stored["sealed"] != kv.length:
                 raise SaccadeError("others needed its blocks while it was restored")
-            append_rows(kv, under("kv", saved.tensors), saved.data["computed"] - kv.length)
+            rows = under("kv", saved.tensors)
+            sequence.memories.load_rows(sequence.id, rows, saved.data["computed"] - kv.length)
         except SaccadeError as error:
             lost = error
     finish_restore(sequence, saved, sessions.model, sessions.chunk, lost)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from saccade.engine.memories import Memories
 from saccade.engine.prefix_hashes import Origin, PrefixHashes
-from saccade.engine.sequence import common
+from saccade.engine.sequence import common, new_sequence_id
 from saccade.kv.blocks import BlockManager
-from saccade.kv.sequence import SequenceKV
+from saccade.kv.held import HeldBlocks
 
 if TYPE_CHECKING:
     from saccade.engine.request import Request
@@ -27,19 +28,21 @@ MOST_KEPT = 1024  # prefixes of ended requests
 
 
 class _Donor:
-    """A sequence that lends, or what is kept of one that ended (``kv`` of all of ``tokens``)."""
+    """A sequence that lends, or what is kept of one that ended: all of ``tokens``, in the memory ``id``."""
 
-    def __init__(self, origin: Origin, tokens: list[int], sequence: Sequence | None, kv: SequenceKV | None) -> None:
-        self.origin, self.tokens, self.sequence, self.kept = origin, tokens, sequence, kv
+    def __init__(
+        self, origin: Origin, tokens: list[int], id: int, sequence: Sequence | None, kept: HeldBlocks | None = None
+    ) -> None:
+        self.origin, self.tokens, self.id, self.sequence, self.kept = origin, tokens, id, sequence, kept
         self.hashes: list[int] = []
         self.counted = False  # among the queries
 
     @property
-    def kv(self) -> SequenceKV:
+    def kv(self) -> HeldBlocks:
         if self.kept is not None:
             return self.kept
         assert self.sequence is not None
-        return self.sequence.memory.kv
+        return self.sequence.kv
 
 
 class Found(NamedTuple):
@@ -76,8 +79,8 @@ class PrefixCache:
     ``queries``: prompt tokens that were looked up; ``hits``: those of them that did not have to be computed.
     """
 
-    def __init__(self, pool: BlockManager, chunk: int, rope_regime: Callable[[int], int]) -> None:
-        self.pool, self.chunk, self.rope_regime = pool, chunk, rope_regime
+    def __init__(self, pool: BlockManager, memories: Memories, chunk: int, rope_regime: Callable[[int], int]) -> None:
+        self.pool, self.memories, self.chunk, self.rope_regime = pool, memories, chunk, rope_regime
         self.queries = self.hits = 0
         self.listener: PrefixListener | None = None
         self._holders: dict[int, int] = {}  # prefixes that keep a block, by its hash
@@ -113,7 +116,7 @@ class PrefixCache:
             self.hits += found.length
             request.report.cached_tokens = found.length
         if found.donor is not None:
-            sequence.go_on_from(found.donor.kv, found.length)
+            sequence.go_on_from(found.donor.id, found.length)
             self._used(found.donor)
         return True
 
@@ -125,10 +128,12 @@ class PrefixCache:
         self._forget(donor)
         length = self._usable(donor)
         if keep and length:
-            kept = _Donor(donor.origin, sequence.tokens[:length], None, sequence.memory.kv.fork(length))
+            number = new_sequence_id()
+            blocks = self.memories.fork(sequence.id, number, length)
+            kept = _Donor(donor.origin, sequence.tokens[:length], number, None, blocks)
             self._remember(kept, length)
             self._kept[id(kept)] = kept
-            kept.kv.keep()
+            blocks.keep()
             self._hold(kept)
             while len(self._kept) > MOST_KEPT:
                 self.evict()
@@ -145,7 +150,7 @@ class PrefixCache:
         _, donor = self._kept.popitem(last=False)
         self._release(donor)
         self._forget(donor)
-        donor.kv.free()
+        self.memories.free(donor.id, closes=True)
         self.pool.keepers.end(donor.kv.id)
         return True
 
@@ -223,7 +228,7 @@ class PrefixCache:
         if donor is None or donor.origin != origin:
             if donor is not None:
                 self._forget(donor)
-            donor = self._live[sequence] = _Donor(origin, sequence.tokens, sequence, None)
+            donor = self._live[sequence] = _Donor(origin, sequence.tokens, sequence.id, sequence)
             self._remember(donor, first.stop)
         return donor
 

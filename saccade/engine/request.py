@@ -84,7 +84,7 @@ class Request:
         limit = max_length - self.output_start
         self.max_tokens = limit if self.params.max_tokens is None else min(self.params.max_tokens, limit)
         self.report.prompt_tokens = self.output_start
-        self.report.cached_tokens, self.report.token_bytes = sequence.computed, sequence.memory.kv.token_bytes
+        self.report.cached_tokens, self.report.token_bytes = sequence.computed, sequence.kv.token_bytes
 
     @property
     def decoding(self) -> Policy:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saccade.engine.memory import Cut
 from saccade.engine.saved_checks import (
-    LISTS,
     MalformedSession,
     check_counts,
     check_model,
@@ -20,9 +20,10 @@ from saccade.engine.saved_checks import (
     read_spans,
     require,
 )
+from saccade.engine.saved_memory import LISTS
 from saccade.engine.sequence import Sequence, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
-from saccade.kv.saved import SavedKV, copy_rows, described, load_kv, save_kv
+from saccade.kv.saved import SavedKV
 from saccade.kv.tier import LostKV
 from saccade.methods import state as states
 from saccade.methods.fitting import Fitting, Sizes
@@ -53,9 +54,7 @@ def save_sequence(
     whoever saves copies them one by one (engine.pieces). RequestError while a turn runs."""
     if sequence.turn is not None:
         raise RequestError("this session is still answering; save it when the turn has ended")
-    memory = sequence.memory
     tensors = {"tokens": torch.tensor(sequence.tokens, dtype=torch.int64, device="cpu")}
-    kept: dict[str, Any] = {}
     data = {
         "model": model,
         "chunk": chunk,
@@ -71,29 +70,16 @@ def save_sequence(
             for span in sequence.spans
         ],
         "kv": None,
-        "memory": kept,
+        "memory": {},
     }
     if sequence.computed:
         try:
-            if segment is None:
-                saved = save_kv(memory.kv)
-                data["kv"] = saved.metadata
-                tensors |= {f"kv/{name}": tensor.cpu() for name, tensor in saved.tensors.items()}
-            else:
-                length, pool = memory.kv.length, memory.kv.pool
-                sealed = length // segment * segment
-                data["kv"] = described(pool.format, pool.layers) | {
-                    "length": length,
-                    "sealed": sealed,
-                    "segment": segment,
-                }
-                tensors |= {f"kv/{name}": tensor for name, tensor in copy_rows(memory.kv, sealed, length).items()}
+            memory = sequence.memories.save(sequence.id, segment)
         except LostKV:  # whoever has it back computes it again
             sequence.drop_kv()
             return save_sequence(sequence, model, chunk, segment)
-        for name in LISTS:
-            own, kept[name] = states.save(getattr(memory, name))
-            tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}
+        data["kv"], data["memory"] = memory.kv, memory.known
+        tensors |= memory.tensors
     return SavedSession(data, tensors)
 
 
@@ -111,9 +97,9 @@ def restore_sequence(
         return sequence.note
     lost: Exception | None = SaccadeError(all_damaged(damaged)) if damaged else None
     if not any(name.startswith("kv/") for name in damaged):
-        pool, parts = sequence.memory.kv.pool, under("kv", saved.tensors)
         try:
-            sequence.memory.kv = load_kv(pool, SavedKV(parts, saved.data["kv"]))
+            kv = SavedKV(under("kv", saved.tensors), saved.data["kv"])
+            sequence.kv = sequence.memories.load(sequence.id, kv)
         except SaccadeError as error:
             lost = error
     return finish_restore(sequence, saved, model, chunk, lost)
@@ -136,6 +122,7 @@ def begin_restore(
     check_counts(data, model.spec.max_position)
     spans = read_spans(data)
     check_stored(data)
+    sequence.memories.check_policies(span.policy for span in spans)
     if data["chunk"] != chunk and not all(span.policy.prefill.is_dense for span in spans):
         raise RequestError(
             f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills hang, not "
@@ -155,10 +142,10 @@ def finish_restore(
 ) -> str | None:
     """What the method knew, once keys and values are there. Where some are ``lost``, as much is kept of those that are
     there as lets the rest be computed as it was. MalformedSession for keys or states that cannot be of this session."""
-    memory, data = sequence.memory, saved.data
+    memories, data = sequence.memories, saved.data
     if isinstance(lost, MalformedSession):
         raise lost
-    kv, wanted = memory.kv, data["computed"]
+    kv, wanted = sequence.kv, data["computed"]
     try:
         if lost is not None:
             raise lost
@@ -166,9 +153,7 @@ def finish_restore(
             raise SaccadeError(f"keys of {kv.length} tokens where {wanted} were computed")
         spec, seen = model.spec, max(wanted, data["seen"])
         sizes = Sizes(kv.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
-        known = {name: _read_list(name, saved, sizes) for name in LISTS}
-        for name, loaded in known.items():
-            setattr(memory, name, states.to(loaded, kv.pool.storage.device))
+        memories.load_states(sequence.id, {name: _read_list(name, saved, sizes) for name in LISTS})
     except MalformedSession:
         raise
     except CapacityError as error:
@@ -179,8 +164,7 @@ def finish_restore(
         sequence.filled(wanted)
         return sequence.note
     left = usable(sequence.spans, min(kv.length, wanted), chunk)
-    memory.cut(left)
-    memory.forget_method()
+    memories.truncate(sequence.id, left, Cut.FORGOTTEN)
     sequence.computed = left
     again = f"tokens {left} to {data['tokens'] - 1}" if left else f"all {data['tokens']} tokens"
     sequence.note = f"restored session: {why}; {again} are computed again"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saccade.engine.saved_memory import LISTS
 from saccade.engine.sequence import Span
 from saccade.errors import RequestError, SaccadeError, half_pair, shown, whole_number
 from saccade.methods.policy import Policy
@@ -18,7 +19,6 @@ from saccade.models.path_identity import is_path_identity, shows_this_model
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
-LISTS = ("states", "tails", "gone", "watched")
 _PHASES = ("prefill", "decode")
 
 

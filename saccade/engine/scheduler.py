@@ -177,7 +177,7 @@ class Scheduler:
         absent = self.pool.absent > 0
         with self.pool.publishing_once():
             for request, rows in batch:
-                kv = request.sequence.memory.kv
+                kv = request.sequence.kv
                 if kv.missing_blocks(rows.stop + 1):
                     if absent:
                         return False
@@ -200,7 +200,7 @@ class Scheduler:
         """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own
         growth."""
         sequence = request.sequence
-        missing = sequence.memory.kv.missing_blocks(len(sequence.tokens))
+        missing = sequence.kv.missing_blocks(len(sequence.tokens))
         self._make_room(missing, request)
         if missing > self.pool.free_blocks:
             return False
@@ -210,7 +210,7 @@ class Scheduler:
     def _reserve(self, request: Request, tokens: int, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Blocks for a running request, preempting later arrivals if need be; False when it had to yield itself."""
         while True:
-            missing = request.sequence.memory.kv.missing_blocks(tokens)
+            missing = request.sequence.kv.missing_blocks(tokens)
             self._make_room(missing, request)
             if missing <= self.pool.free_blocks:
                 return self._allocate(request, tokens)
@@ -230,7 +230,7 @@ class Scheduler:
         """Take the blocks for which there is room; False, with the request's end, where that fails: the others need not
         suffer for it."""
         try:
-            request.sequence.memory.kv.reserve(tokens)
+            request.sequence.kv.reserve(tokens)
         except Exception as error:
             request.error, request.finish_reason = f"allocating KV blocks: {type(error).__name__}: {error}", "error"
             return False

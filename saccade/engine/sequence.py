@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from saccade.engine.memory import SequenceMemory
+from saccade.engine.memories import Memories
+from saccade.engine.memory import Cut
 from saccade.engine.step import ScheduledRequest
 from saccade.kv.blocks import BlockManager
-from saccade.kv.sequence import SequenceKV
-from saccade.methods.base import Evicting
 from saccade.methods.policy import Policy
 
 if TYPE_CHECKING:
     from saccade.engine.request import Request
 
 _ids = count(1)
+
+
+def new_sequence_id() -> int:
+    """An id that no other sequence of this process has."""
+    return next(_ids)
 
 
 @dataclass
@@ -43,12 +45,10 @@ class Span:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a turn taken back returns to. A prefill leaves the states it finds as they are; none once dropped."""
+    """What a turn taken back returns to."""
 
     reached: int
     seen: int
-    states: list[Any] = field(default_factory=list)
-    gone: list[Tensor | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,20 @@ class Standing:
 
 
 class Sequence:
-    """The token sequence of a session or a single request. ``memory`` holds its keys, values and method states."""
+    """The token sequence of a session or a single request. ``kv`` has its lengths and its block table; keys, values
+    and method states are a worker's, whose ``memories`` are told what becomes of them."""
 
-    def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
-        self.id = next(_ids)
+    def __init__(
+        self, pool: BlockManager, memories: Memories, rope_regime: Callable[[int], int] = lambda length: 0
+    ) -> None:
+        self.id = new_sequence_id()
+        self.memories = memories
         self.salt: str | None = None  # the turns'; sequences of unequal salt share no blocks
         self.private = False  # turns named unequal salts: what they hold is for nobody else
         self.note: str | None = None  # what the report of the next turn is to say
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
-        self.memory = SequenceMemory(pool)
+        self.kv = memories.open(self.id, pool)
         self.spans: list[Span] = []
         self.computed = 0  # tokens whose keys and values are stored
         self.reached = 0  # where `computed` would stand had nothing been dropped
@@ -97,17 +101,16 @@ class Sequence:
     def begin_turn(self, tokens: list[int], policy: Policy, decoded: int = 0) -> None:
         """Append a turn, whose last ``decoded`` tokens run as decode steps. A last token of the turn before that was
         sampled but never computed joins the prefill."""
-        memory = self.memory
         self._trim_spans(self.reached)
         self.tokens.extend(tokens)
         stop = len(self.tokens) - decoded
         if stop > self.reached:
             self.spans.append(Span(self.reached, stop, "prefill", policy, after_cut=self.seen > self.reached))
-        elif memory.has_state:
+        elif self.memories.has_state(self.id):
             self.drop_kv()  # no prefill begins the state anew, and this one may have seen rows that were cut off
-        self.turn_start = _Mark(self.reached, self.seen)  # where keys were dropped before, so were the states
-        if self.computed == self.reached:
-            self.turn_start = _Mark(self.reached, self.seen, list(memory.states), list(memory.gone))
+        self.turn_start = _Mark(self.reached, self.seen)
+        # Where keys were dropped before, so were the states.
+        self.memories.begin_turn(self.id, self.reached, keeps=self.computed == self.reached)
         if decoded:
             self.spans.append(Span(stop, len(self.tokens), "decode", policy))
 
@@ -129,20 +132,18 @@ class Sequence:
 
     def filled(self, stop: int) -> None:
         """Tokens up to ``stop`` were stored by no step, and the states that go with them are there."""
-        self.memory.stands = stop
+        self.memories.filled(self.id, stop)
         self.advance(stop)
 
     def truncate(self, length: int, reached: int | None = None) -> None:
         """Forget every token from ``length`` on, and what was computed from ``reached`` (default ``length``) on."""
         self.reached = min(self.reached, length if reached is None else reached)
-        cut = self.computed > self.reached or (self.computed == self.reached and self.memory.is_learning)
-        if cut or self.is_torn:
-            self._go_back()
+        if not self.memories.truncate(self.id, self.reached, Cut.TURN, stored=self.computed):
+            self._lose_kv()
         if (mark := self.turn_start) is not None and mark.reached == self.reached:
             self.seen = mark.seen
         self.computed = min(self.computed, self.reached)
         del self.tokens[length:]
-        self.memory.cut(self.computed)
         self._trim_spans(self.reached)
 
     def standing(self, kept: int) -> Standing:
@@ -158,38 +159,21 @@ class Sequence:
         self.spans, self.reached, self.seen = before.spans, before.reached, before.seen
         self.turn_start = None
         self.computed = usable(self.spans, self.computed, chunk)
-        self.memory.forget_method()
-        self.memory.cut(self.computed)
+        self.memories.truncate(self.id, self.computed, Cut.FORGOTTEN)
 
     @property
     def is_torn(self) -> bool:
         """Whether a step broke on the way, or what it did was not settled: states may have seen some of its rows, in
         some layers. They go on from where they were marked, or are built anew."""
-        return self.memory.stands != self.computed
-
-    def _go_back(self) -> None:
-        """Undo what rows from ``reached`` on have evicted or left half done, and what a broken step has: from the
-        turn's beginning if the states of that are marked, else by computing everything again."""
-        mark, memory = self.turn_start, self.memory
-        evicting = [state for state in memory.states if isinstance(state, Evicting)]
-        broken = memory.is_learning or (self.is_torn and memory.knows)
-        known = max((gone.shape[1] for gone in memory.gone if gone is not None), default=0)
-        memory.watched, memory.tails = [None] * memory.kv.layers, [None] * memory.kv.layers
-        back = mark is not None and mark.reached == self.reached
-        lost = back and memory.has_state  # those of the turn before, unless marked
-        if mark is not None and back and mark.states:
-            memory.states, memory.gone = list(mark.states), list(mark.gone)
-        elif lost or self.reached < known or broken or not all(state.holds(self.reached) for state in evicting):
-            self.drop_kv()
+        return self.memories.stands(self.id) != self.computed
 
     def keep(self, stop: int, rows: ScheduledRequest) -> None:
         """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
         where everything is to be computed again."""
-        if self.computed == stop < rows.stop and rows.together:  # no method has seen them
-            self.memory.cut(stop, holds=self.memory.kv.pool.roomy)
-        elif self.computed == stop < rows.stop:
-            self.memory.take_back(stop)
-        self.memory.history.clear()
+        if self.computed == stop < rows.stop:
+            cut = Cut.UNSEEN if rows.together else Cut.REJECTED  # no method has seen rows that were attended together
+            self.memories.truncate(self.id, stop, cut, holds=rows.together and self.kv.pool.roomy)
+        self.memories.settled(self.id)
 
     def _trim_spans(self, stop: int) -> None:
         for span in self.spans:
@@ -198,35 +182,37 @@ class Sequence:
 
     def undo(self, rows: ScheduledRequest) -> None:
         """Take back a step that broke off between layers, so that it can run again."""
-        memory = self.memory
         told = rows.phase == "decode" or rows.ends_span  # what a method has begun with, or learnt from
-        if self.is_torn and ((told and memory.has_state) or memory.evicts or memory.is_learning):
-            self.drop_kv()  # state may have seen the step already; it is built again with the keys
-        else:
+        if self.memories.truncate(self.id, rows.start, Cut.BROKEN, stored=self.computed, learns=told):
             self.computed = rows.start
-            memory.cut(rows.start)
-            memory.history.clear()
+        else:
+            self._lose_kv()
 
     def drop_kv(self) -> None:
         """Give all blocks back; the next steps compute them again."""
-        self.memory.drop()
+        self.memories.free(self.id)
+        self._lose_kv()
+
+    def close(self) -> None:
+        """Give all blocks back; the worker forgets the sequence."""
+        self.memories.free(self.id, closes=True)
+
+    def _lose_kv(self) -> None:
+        """All blocks are given back."""
         self.computed = 0
-        self.turn_start = self.turn_start and _Mark(self.turn_start.reached, self.turn_start.seen)
         if self.rope_regime(len(self.tokens)) == self.rope_regime(1):
             self.spans = _merged_if_dense(self.spans)
 
     def take_over(self, other: Sequence) -> None:
         """Go on from where ``other``, of the same tokens and spans, stands now: share its blocks, and a copy of what
         its method knows. CapacityError, changing nothing, where no block is left for what is this one's own."""
-        self.memory = other.memory.fork()
+        self.kv = self.memories.fork(other.id, self.id)
         self.computed, self.reached, self.seen = other.computed, other.reached, other.seen
 
-    def go_on_from(self, kv: SequenceKV, length: int) -> None:
-        """Share the first ``length`` tokens of ``kv``, whole blocks, in place of computing them."""
-        self.memory.kv.free()
-        self.memory.kv = kv.fork(length)
-        self.memory.forget_method()
-        self.computed = self.memory.stands = length
+    def go_on_from(self, other: int, length: int) -> None:
+        """Share the first ``length`` tokens of another sequence, whole blocks, in place of computing them."""
+        self.kv = self.memories.fork(other, self.id, length)
+        self.computed = length
         self.reached, self.seen = max(self.reached, length), max(self.seen, length)
 
     def restart(self, policy: Policy | None = None) -> None:

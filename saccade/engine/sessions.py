@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from saccade.engine.memories import Memories
 from saccade.engine.request import Request
 from saccade.engine.saved import SavedSession, restore_sequence, save_sequence
 from saccade.engine.sequence import Sequence
@@ -22,8 +23,10 @@ class Sessions(Mapping[int, Sequence]):
     """Sequences of ``pool`` by the ids of their sessions, for the one thread that drives the engine. ``chunk``: of
     prefills."""
 
-    def __init__(self, model: LoadedModel, pool: BlockManager, chunk: int, settling: Settling) -> None:
-        self.model, self.pool, self.chunk = model, pool, chunk
+    def __init__(
+        self, model: LoadedModel, pool: BlockManager, memories: Memories, chunk: int, settling: Settling
+    ) -> None:
+        self.model, self.pool, self.memories, self.chunk = model, pool, memories, chunk
         self._settling = settling
         self._sequences: dict[int, Sequence] = {}
 
@@ -51,9 +54,7 @@ class Sessions(Mapping[int, Sequence]):
 
     def new_sequence(self) -> Sequence:
         """A sequence of no session yet, that the worker remembers until it is dropped."""
-        sequence = Sequence(self.pool, self.model.runner.rope_regime)
-        self._settling.memories[sequence.id] = sequence.memory
-        return sequence
+        return Sequence(self.pool, self.memories, self.model.runner.rope_regime)
 
     def open(self) -> int:
         """A new session's id."""
@@ -79,8 +80,7 @@ class Sessions(Mapping[int, Sequence]):
         try:
             yield sequence
         except BaseException:
-            sequence.memory.drop()
-            self._settling.memories.pop(sequence.id, None)
+            sequence.close()
             raise
         self._sequences[sequence.id] = sequence
         self._settling.scheduler.park(sequence)
@@ -101,5 +101,5 @@ class Sessions(Mapping[int, Sequence]):
         sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
         sequence.turn_start = None
         del self._sequences[session]
-        settling.memories.pop(session, None)
+        sequence.close()
         return turn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.engine.answers import Answers
-from saccade.engine.memory import SequenceMemory
+from saccade.engine.memory import Cut
 from saccade.engine.messages import StepOutput
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
@@ -16,13 +16,10 @@ MOST_LOSSES = 4  # of a request's keys, after which it ends with the error
 
 
 class Settling:
-    """Takes over what steps did for the requests of ``scheduler``, and ends them. ``memories``: the worker's, by
-    sequence id."""
+    """Takes over what steps did for the requests of ``scheduler``, and ends them."""
 
-    def __init__(
-        self, answers: Answers, scheduler: Scheduler, memories: dict[int, SequenceMemory], prefixes: PrefixCache | None
-    ) -> None:
-        self.answers, self.scheduler, self.memories, self.prefixes = answers, scheduler, memories, prefixes
+    def __init__(self, answers: Answers, scheduler: Scheduler, prefixes: PrefixCache | None) -> None:
+        self.answers, self.scheduler, self.prefixes = answers, scheduler, prefixes
         self._ended = 0  # tokens of requests that ended since memory was trimmed
 
     def failed(self, request: Request, error: Exception) -> StepOutput:
@@ -110,8 +107,7 @@ class Settling:
         if not request.keep_kv:
             if self.prefixes is not None:
                 self.prefixes.leave(sequence, keep=reason != "error")
-            sequence.memory.drop()
-            self.memories.pop(sequence.id, None)
+            sequence.close()
             self._trim(len(sequence.tokens))
             return
         if reason in ("cancelled", "error"):
@@ -119,7 +115,7 @@ class Settling:
             if request.before is not None:
                 sequence.bring_back(request.before, self.scheduler.chunk)
         else:
-            sequence.memory.kv.truncate(sequence.memory.kv.length)  # without blocks for drafts
+            sequence.memories.truncate(sequence.id, sequence.kv.length, Cut.BLOCKS)  # those for drafts
             sequence.note = None
         self.scheduler.park(sequence)
 
@@ -143,7 +139,6 @@ class Settling:
             except Exception:  # no block left, mostly
                 self.scheduler.add(fork)
                 continue
-            self.memories[sequence.id] = sequence.memory
             fork.report.cached_tokens = sequence.computed
             fork.report.share(request.report)
             output = fork.progress(sequence.computed)

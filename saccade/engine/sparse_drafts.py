@@ -72,7 +72,7 @@ class SparseDrafts:
         step = self._step = self._seen(batch, able[0])
         wanting = [number for number in able if self._wants(*batch[number], step)]
         step.learns = any(
-            rows.phase == "decode" and request.sequence.memory.has_state and rows.start - rows.span_start >= UNLEARNT
+            rows.phase == "decode" and _has_state(request) and rows.start - rows.span_start >= UNLEARNT
             for request, rows in batch
         )
         paces = [speculation_of(batch[number][0]).pace for number in wanting]
@@ -104,7 +104,7 @@ class SparseDrafts:
             if speculation is None:
                 if rows.phase == "decode" and isinstance(rows.policy.decode, Verified):
                     return False
-            elif not speculation.pace.rests(rows.stop) or request.sequence.memory.has_state:
+            elif not speculation.pace.rests(rows.stop) or _has_state(request):
                 return False
             elif rows.phase == "decode":
                 resting.append(speculation)
@@ -120,19 +120,19 @@ class SparseDrafts:
         method = batch[first][1].policy.decode
         assert isinstance(method, Verified)
         kind = Kind.of(method.draft.text, [rows.stop for _, rows in decoding])
-        keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
+        keys = sum(rows.stop * request.sequence.kv.token_bytes for request, rows in decoding)
         made = [(request, len(request.sequence.tokens)) for request, _ in decoding]
         return Timed(kind, keys, alone=len(decoding) == len(batch), made=made)
 
     def _wants(self, request: Request, rows: ScheduledRequest, step: Timed) -> bool:
         """Whether the request drafts in this step. One that ends drafting forgets what its draft knew."""
-        pace, memory = speculation_of(request).pace, request.sequence.memory
+        pace, learnt = speculation_of(request).pace, _has_state(request)
         if pace.wants(rows.stop, step.kind, step.keys):
-            if memory.has_state:
+            if learnt:
                 self.pacing.guess_plain(step.kind)
             return True
-        if memory.has_state:  # rows that teach a draft cost more than plain ones
-            memory.states = [None] * self.model.spec.layers
+        if learnt:  # rows that teach a draft cost more than plain ones
+            request.sequence.memories.forget_states(request.sequence.id)
             pace.end()
         return False
 
@@ -201,7 +201,7 @@ class SparseDrafts:
             steps = min(most, speculation_of(request).pace.length(kind, shared))
             if steps < 1:
                 continue
-            kv, ends = request.sequence.memory.kv, request.output_start + request.max_tokens
+            kv, ends = request.sequence.kv, request.output_start + request.max_tokens
             ahead = min(rows.stop + most + AHEAD * kv.pool.format.block_size, ends)
             # New blocks change tables that a device has to be told of: some at a time, not one in every other round.
             more = kv.missing_blocks(rows.stop + most) > 0 and kv.missing_blocks(ahead) <= kv.pool.spare_blocks
@@ -248,7 +248,7 @@ class SparseDrafts:
         stop = rows.stop + len(drafts)
         if not drafts or not reserved(one.request, stop):
             one.speculation.proposals.clear()
-            one.request.sequence.memory.kv.reserve(rows.stop)
+            one.request.sequence.kv.reserve(rows.stop)
             return rows
         sampling = rows.sampling if one.request.sampler.chooses_alike else None
         together = self._together(one, stop)
@@ -257,7 +257,12 @@ class SparseDrafts:
     def _together(self, one: Round, stop: int) -> bool:
         """Whether all rows are attended at once: where nobody learns from single ones, or looks on, and the last bit
         may hang on how many there are."""
-        memory, regime = one.request.sequence.memory, self.model.runner.rope_regime
-        if self.worker.exact or memory.has_state or memory.kv.pool.tiers is not None:
+        regime = self.model.runner.rope_regime
+        if self.worker.exact or _has_state(one.request) or self.scheduler.pool.tiers is not None:
             return False
         return self.worker.setting.watch.idle and regime(one.rows.stop) == regime(stop)
+
+
+def _has_state(request: Request) -> bool:
+    """Whether the request's decode method knows anything."""
+    return request.sequence.memories.has_state(request.sequence.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
-from saccade.engine.memory import SequenceMemory
+from saccade.engine.memories import Memories
 from saccade.engine.step import RequestResult, StepInput, StepResult, results_of
 from saccade.engine.suspended import Advanced, SuspendedPass
 from saccade.models.interface import Runner
@@ -54,18 +55,25 @@ class Alone:
 
 
 class Worker:
-    """Runs steps of a model for the sequences that it remembers (``memories``, by sequence id).
+    """Runs steps of a model for the sequences whose keys, values and method states it has (``memories``).
 
     ``exact`` runs the rows of each request by themselves, and each row of drafts. Matrix products round differently for
     different numbers of rows, so only then is a result the same to the last bit whatever else is in the batch, and
     whatever was drafted; packed, all rows share one pass over the weights.
     """
 
-    def __init__(self, runner: Runner, setting: Setting, exact: bool = False, cuda_graphs: bool = True) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        setting: Setting,
+        exact: bool = False,
+        cuda_graphs: bool = True,
+        memories: Memories | None = None,
+    ) -> None:
         self.runner = runner
         self.setting = setting
         self.exact = exact
-        self.memories: dict[int, SequenceMemory] = {}
+        self.memories = Memories() if memories is None else memories
         self._alone = Alone()
         self._suspended: dict[int, SuspendedPass] = {}  # by request
         self.host = HostBackend(setting, runner)
@@ -117,6 +125,19 @@ class Worker:
                 self.memories[one.sequence_id].end_step()
         result.seconds = time.perf_counter() - began
         return result
+
+    def replay(self, step: StepInput) -> StepResult:
+        """Run decode rows as if no method knew anything, and take back what that leaves."""
+        with ExitStack() as held:
+            for one in step.scheduled:
+                held.enter_context(self.memories[one.sequence_id].without_method())
+            try:
+                return self.run(step)
+            finally:
+                for one in step.scheduled:
+                    kv = self.memories[one.sequence_id].kv
+                    kv.truncate(one.start)  # which gives a block back that the row had to itself
+                    kv.reserve(one.stop)
 
     @torch.inference_mode()
     def begin(self, step: StepInput) -> None:

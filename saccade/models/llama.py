@@ -48,7 +48,7 @@ class LlamaDecoder:
         self.attention = [
             LayerAttention(scale=scale, window=window) for scale, window in zip(weights.scales, spec.windows)
         ]
-        self._weights = weights
+        self.weights = weights
         self._layers = layers
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
         self._few = _row_kernels(weights, self.attention) if passes is None and layers is None else None
@@ -106,7 +106,7 @@ class LlamaDecoder:
             hidden.add_(delta)
 
     def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
-        weights, products = self._weights, products or TorchProducts(passes)
+        weights, products = self.weights, products or TorchProducts(passes)
         head = ProductHead(weights.norm, weights.head, passes, products)
         if self._layers is not None:
             return KernelSet(self._layers, head)

@@ -216,7 +216,7 @@ class Case:
         while engine.busy:
             engine.step()  # the company
         where = f"{script.policy.text}, turn {at}, {', '.join(said) or 'as it was'}"
-        memory = sequence.memory
+        memory = sequence.memories[sequence.id]
         if not memory.kv.length == sequence.computed <= sequence.reached <= len(sequence.tokens):
             self.wrong.append(f"{where}: {memory.kv.length} keys, {sequence.computed}, {sequence.reached} tokens")
         if request.finish_reason == "cancelled":

@@ -220,7 +220,7 @@ class Talk:
 
 def bits(llm: LLM, session: Any) -> list[Any]:
     """All that the session is."""
-    memory, views = session.sequence.memory, range(llm.engine.layers)
+    memory, views = session.sequence.memories[session.sequence.id], range(llm.engine.layers)
     kept = [states.save(getattr(memory, name)) for name in ("states", "tails", "gone", "watched")]
     rows = [tensor for layer in views for tensor in (memory.kv.view(layer).keys(), memory.kv.view(layer).values())]
     return [session.token_ids, [one.tobytes() for one in map(_array, rows)], *map(_plain, kept)]

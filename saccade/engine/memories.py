@@ -1,0 +1,134 @@
+"""The memory of a worker's sequences, and the messages by which an engine reaches it.
+
+An engine keeps lengths and block tables (``HeldBlocks``) and reserves blocks. Keys, values and method states are the
+worker's. They change by steps (``StepInput``) and by four messages, which name sequences by their ids: ``fork``,
+``truncate``, ``free`` and ``save``, with ``load`` to take in again what was saved. What else there is concerns method
+states alone: where a turn or a draft finds them, and whether there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engine.carried import Carried
+from saccade.engine.memory import Cut, SequenceMemory
+from saccade.engine.saved_memory import SavedMemory, save_memory
+from saccade.kv.blocks import BlockManager
+from saccade.kv.held import HeldBlocks
+from saccade.kv.saved import SavedKV, append_rows, copy_rows, load_kv
+from saccade.methods import state as states
+from saccade.methods.policy import Policy
+
+
+class Memories(dict[int, SequenceMemory]):
+    """The memories of sequences, by their ids; backends read them while a step runs."""
+
+    def open(self, sequence: int, pool: BlockManager) -> HeldBlocks:
+        """An empty memory for a new sequence whose blocks are of ``pool``."""
+        memory = self[sequence] = SequenceMemory(pool)
+        return memory.kv
+
+    def fork(self, source: int, target: int, length: int | None = None) -> HeldBlocks:
+        """Let ``target``, which has stored nothing, share the blocks of ``source`` and have a copy of its states; with
+        ``length``, the keys and values of its first tokens alone. CapacityError, changing nothing, where no block is
+        left for the copy of a partly filled one."""
+        before = self.get(target)
+        made = self[source].fork(length, None if before is None else before.mark)
+        if before is not None:
+            before.kv.free()
+        self[target] = made
+        return made.kv
+
+    def truncate(
+        self,
+        sequence: int,
+        length: int,
+        cut: Cut = Cut.UNSEEN,
+        *,
+        stored: int | None = None,
+        learns: bool = False,
+        holds: bool = False,
+    ) -> bool:
+        """Forget the tokens from ``length`` on, and what method states know of them as ``cut`` says. ``stored``: the
+        tokens that the engine counts as computed; ``learns``: the rows of a broken step teach a decode method;
+        ``holds``: their blocks stay for those to come. False where states cannot go back: the sequence has nothing
+        left then, as after :meth:`free`."""
+        memory = self[sequence]
+        stood = memory.truncate(length, cut, memory.kv.length if stored is None else stored, learns, holds)
+        if not stood:
+            self.free(sequence)
+        return stood
+
+    def free(self, sequence: int, closes: bool = False) -> None:
+        """Give all blocks back and forget everything; with ``closes``, the sequence too."""
+        self[sequence].drop()
+        if closes:
+            del self[sequence]
+
+    def save(self, sequence: int, segment: int | None = None) -> SavedMemory:
+        """A copy of all that there is, on the host. With ``segment``, keys and values of whole segments of so many
+        tokens are left out, which :meth:`save_rows` copies. LostKV where a tier has lost some."""
+        return save_memory(self[sequence], segment)
+
+    def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Keys and values of some tokens, as copies on the host. SaccadeError for a block that is not resident."""
+        return copy_rows(self[sequence].kv, start, stop)
+
+    def check_policies(self, policies: Iterable[Policy]) -> None:
+        """PolicyError for one that steps here cannot run under."""
+
+    def check_kv(self, sequence: int, saved: SavedKV) -> None:
+        """SaccadeError unless keys and values so described can be taken in."""
+        kv = self[sequence].kv
+        saved.check(kv.pool.format, kv.layers)
+
+    def load(self, sequence: int, saved: SavedKV) -> HeldBlocks:
+        """Keys and values of an empty sequence. CapacityError and SaccadeError as of ``load_kv``."""
+        memory = self[sequence]
+        memory.kv = load_kv(memory.kv.pool, saved)
+        return memory.kv
+
+    def load_rows(self, sequence: int, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
+        """Keys and values of the tokens that follow. Errors as of ``append_rows``."""
+        append_rows(self[sequence].kv, tensors, count)
+
+    def load_states(self, sequence: int, known: Mapping[str, list[Any]]) -> None:
+        """What the method knew, by the names of ``saved_memory.LISTS``."""
+        memory = self[sequence]
+        for name, loaded in known.items():
+            setattr(memory, name, states.to(loaded, memory.kv.pool.storage.device))
+
+    def filled(self, sequence: int, length: int) -> None:
+        """The states that go with ``length`` tokens stored by no step are there."""
+        self[sequence].stands = length
+
+    def begin_turn(self, sequence: int, reached: int, keeps: bool) -> None:
+        """Mark where a turn begins, after ``reached`` tokens; ``keeps``: the states there are those of that place."""
+        self[sequence].begin_turn(reached, keeps)
+
+    def begin_drafts(self, sequence: int, carried: Carried | None) -> None:
+        """Set states aside until a cut of drafted rows: steps go on with copies, and read what is ``carried``."""
+        self[sequence].begin_drafts(carried)
+
+    def settled(self, sequence: int) -> None:
+        """Nobody goes back to a row of the last step."""
+        self[sequence].history.clear()
+
+    def forget_states(self, sequence: int) -> None:
+        """Drop what the decode method has learnt, and nothing else."""
+        self[sequence].states = [None] * self[sequence].kv.layers
+
+    def has_state(self, sequence: int) -> bool:
+        """Whether a decode method knows anything."""
+        return self[sequence].has_state
+
+    def stands(self, sequence: int) -> int | None:
+        """The tokens after which states stand; None where a step broke on the way."""
+        return self[sequence].stands
+
+    def can_copy(self, sequence: int) -> bool:
+        """Whether all states can be copied, and so taken back."""
+        return all(states.can_copy(state) for state in self[sequence].states)

@@ -1,0 +1,65 @@
+"""What several ranks serve (engine/ranks.py), checked before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from saccade.engine.params import SamplingParams
+from saccade.errors import PolicyError, RequestError, SaccadeError, shown
+from saccade.methods.policy import Policy
+
+if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
+
+# Settings that they do not serve, with the value that these must have.
+LEFT_OUT: dict[str, Any] = {
+    "quantize": None,
+    "kv_host": None,
+    "kv_disk": None,
+    "max_token_gap": None,
+    "audit": 0,
+    "audit_steps": 0,
+    "target": None,
+}
+OF_REQUESTS = ("audit", "audit_steps", "target", "certify", "bounds")
+
+
+def check_config(config: EngineConfig) -> None:
+    """SaccadeError for settings that do not go with several ranks."""
+    ranks = config.tensor_parallel_size
+    if ranks == 1:
+        return
+    if config.device != "cpu":
+        raise SaccadeError(
+            f"tensor_parallel_size={ranks} runs on CPUs, not on device={shown(config.device)}; give device='cpu', or "
+            "tensor_parallel_size=1"
+        )
+    given = {name: getattr(config, name) for name, needed in LEFT_OUT.items() if getattr(config, name) != needed}
+    if config.kv_memory == "profile":
+        given["kv_memory"] = config.kv_memory
+    for name, value in given.items():
+        raise SaccadeError(
+            f"{name}={shown(value)} does not go with tensor_parallel_size={ranks} yet; leave {name} out, or give "
+            "tensor_parallel_size=1"
+        )
+    check_policy(ranks, Policy.parse(config.policy))
+
+
+def check_policy(ranks: int, policy: Policy) -> None:
+    """PolicyError for what is not dense."""
+    if ranks > 1 and policy != Policy():
+        raise PolicyError(
+            f"policy={shown(policy.text)}: tensor_parallel_size={ranks} serves dense attention alone; give "
+            "policy='dense', or tensor_parallel_size=1"
+        )
+
+
+def check_request(ranks: int, params: SamplingParams, maps: bool) -> None:
+    """RequestError for what looks at attention, of which a rank has some heads alone."""
+    given = [name for name in OF_REQUESTS if getattr(params, name)]
+    given += ["a selection map"] if maps else []
+    if ranks > 1 and given:
+        raise RequestError(
+            f"{given[0]} looks at all heads, of which tensor_parallel_size={ranks} leaves a part to each process; ask "
+            "without it, or use tensor_parallel_size=1"
+        )
