@@ -11,7 +11,8 @@ from torch import Tensor
 from saccade.methods.lfps.triton_row_words import pointer
 from saccade.methods.lfps.triton_tables import _powers, _threshold
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.common import begin, launched, pad, pool_rows
+from saccade.ops.triton.readers import load_keys, load_values
 
 SPAN = 2048
 
@@ -135,16 +136,15 @@ def _move_means(
             if first + counted == length - 1:  # else the step is run again
                 table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
                 at = length - 1
-                slot = tl.load(table + at // PAGE).to(tl.int64)
                 channel = tl.arange(0, D_PAD)
                 real = channel < D
-                place = ((slot * KV_HEADS + kv_head) * PAGE + at % PAGE) * D + channel
+                place = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
                 for which in tl.static_range(2):
                     means = pointer(own, 19 + which, tl.float32) + kv_head * D + channel
                     mean = tl.load(means, mask=real, other=0.0)
                     if which == 0:
-                        fresh = tl.load(k_pool + place, mask=real, other=0.0).to(tl.float32)
+                        fresh = load_keys(k_pool, place, channel, real, D).to(tl.float32)
                     else:
-                        fresh = tl.load(v_pool + place, mask=real, other=0.0).to(tl.float32)
+                        fresh = load_values(v_pool, place, channel, real, D).to(tl.float32)
                     tl.store(means, mean + (fresh - mean) / (counted + 1).to(tl.float32), mask=real)
                 tl.store(counters, counted + 1)
