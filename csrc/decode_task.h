@@ -34,8 +34,8 @@ class DecodeTask {
     // the next group lie `stride` rows on. `scratch` is the thread's own if null, else of scratch_size().
     DecodeTask(const Attention& a, int64_t row, int64_t first_head, int64_t groups, int64_t shared, int64_t stride,
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
-        : a_(a), logits_(a), keys_(a), values_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
-          stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
+        : a_(a), logits_(a), keys_(a), values_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32),
+          groups_(groups), shared_(shared), stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
           o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);

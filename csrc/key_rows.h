@@ -38,7 +38,7 @@ class RowReader {
   public:
     RowReader(const void* pool, RowFormat format, int64_t head_dim, int64_t together = 1)
         : pool_(static_cast<const char*>(pool)), format_(format), coded_(format != RowFormat::plain),
-          d_(head_dim / together), together_(together),
+          d_(together == 1 ? head_dim : head_dim / together), together_(together),
           bytes_(together * row_width(format, d_) * element_bytes(format, sizeof(T))) {}
 
     bool coded() const { return coded_; }
@@ -75,14 +75,12 @@ class RowReader {
         else std::memcpy(to, reinterpret_cast<const T*>(pool_) + at, count * d_ * sizeof(T));
     }
 
-    SACCADE_INLINE const char* address(int64_t at) const {
-        return pool_ + at * element_bytes(format_, sizeof(T));
-    }
+    SACCADE_INLINE const char* address(int64_t at) const { return pool_ + at * element_bytes(format_, sizeof(T)); }
     int64_t element() const { return element_bytes(format_, sizeof(T)); }
     int64_t bytes() const { return bytes_; }
     SACCADE_INLINE void prefetch(int64_t at) const {
         const char* row = address(at);
-        for (int64_t c = 0; c < bytes_; c += 64) __builtin_prefetch(row + c);
+        for (int64_t c = 0; c < bytes_; c += 64) Simd::prefetch(row + c);
     }
 
   private:

@@ -25,10 +25,10 @@ def make_pool(
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer."""
     spec, size, rows = model.spec, config.block_size, format_called(config.kv_dtype)
-    if rows is not AUTO and model.device.type != "cpu":
+    if rows is not AUTO and (model.device.type != "cpu" or config.backend == "triton"):
         raise SaccadeError(
-            f"kv_dtype={rows.name!r}: the kernels on {model.device.type} read keys and values of the model's dtype "
-            "alone; leave kv_dtype at 'auto', or run on device='cpu'"
+            f"kv_dtype={rows.name!r}: kernels of a GPU read keys and values of the model's dtype alone; leave kv_dtype "
+            "at 'auto', or run on device='cpu' with another backend than 'triton'"
         )
     layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows)
     per_block = layout.block_bytes

@@ -268,13 +268,32 @@ def test_prefixes_batches_and_tiers_change_no_token(model, tmp_path):
             assert [tokens(llm.generate(ids, GREEDY, policy="psa(epsilon=0.5)")[0]) for ids in prompts] == alone
 
 
+def test_saved_sessions_hold_the_bytes_or_are_computed_again(model, tmp_path):
+    ids, policy = random_ids(150, seed=9), "psa(epsilon=0.5)"
+    answers = {}
+    with LLM(model, **OPTIONS, kv_dtype="int8") as llm, llm.session(policy=policy) as session:
+        first = session.generate(ids, GREEDY)
+        session.save(tmp_path / "one")
+        answers["going on"] = tokens(session.generate(ids[:20], GREEDY))
+        with llm.restore(tmp_path / "one") as other:
+            again = other.generate(ids[:20], GREEDY)
+            answers["restored"] = tokens(again)
+            assert "computed again" not in str(again.report["notes"])
+            assert len(other.token_ids) == len(ids) + len(tokens(first)) + 20 + 10
+    with LLM(model, **OPTIONS, kv_dtype="auto") as llm, llm.restore(tmp_path / "one") as other:
+        computed = other.generate(ids[:20], GREEDY)
+        assert "k_rows='int8', but this storage has 'auto'" in str(computed.report["notes"])
+    assert answers["restored"] == answers["going on"]
+
+
 def test_what_it_refuses(model):
     with pytest.raises(SaccadeError, match="kv_dtype='int4' is unknown; known: auto, int8"):
         EngineConfig(kv_dtype="int4")
     spec = SimpleNamespace(dtype=torch.bfloat16, kv_heads=2, head_dim=64, layers=3)
-    device = SimpleNamespace(spec=spec, device=torch.device("cuda"))
-    with pytest.raises(SaccadeError, match="alone; leave kv_dtype at 'auto', or run on device='cpu'"):
-        make_pool(EngineConfig(kv_dtype="int8"), device, 100)
+    for device, backend in (("cuda", "auto"), ("cpu", "triton")):
+        there = SimpleNamespace(spec=spec, device=torch.device(device))
+        with pytest.raises(SaccadeError, match=r"kv_dtype='int8': kernels of a GPU .* leave kv_dtype at 'auto', or"):
+            make_pool(EngineConfig(kv_dtype="int8", backend=backend), there, 100)
     q, coded, _ = views(torch.float32, 40)
     with pytest.raises(SaccadeError, match="triton"):
         run(Call.of(q[:, -1:], coded, Dense(Shape.suffix(8, 2, 1, 40))), "triton")

@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: the one source of block bytes, shapes and strides."""
+"""How keys and values lie in memory: the one source of block bytes and shapes."""
 
 from __future__ import annotations
 
