@@ -11,8 +11,9 @@ template <class T>
 class Ahead {
   public:
     Ahead() = default;
-    Ahead(const T* pool, const int64_t* rows, int count, int64_t head_dim)
-        : pool_(pool), row_(rows), last_(rows + count), width_(lines(head_dim)) {}
+    // Rows of `bytes` at offsets of `element` bytes from `pool` on.
+    Ahead(const char* pool, const int64_t* rows, int count, int64_t element, int64_t bytes)
+        : pool_(pool), row_(rows), last_(rows + count), element_(element), width_((bytes + 63) / 64) {}
 
     // Cache lines that so many values fill.
     static constexpr int64_t lines(int64_t values) { return (values * static_cast<int64_t>(sizeof(T)) + 63) / 64; }
@@ -21,7 +22,7 @@ class Ahead {
         for (; count > 0; --count) {
             if (left_ == 0) {
                 if (row_ == last_) return;
-                at_ = reinterpret_cast<const char*>(pool_ + *row_++);
+                at_ = pool_ + *row_++ * element_;
                 left_ = width_;
             }
             Simd::prefetch(at_);
@@ -31,10 +32,10 @@ class Ahead {
     }
 
   private:
-    const T* pool_ = nullptr;
+    const char* pool_ = nullptr;
     const int64_t *row_ = nullptr, *last_ = nullptr;
     const char* at_ = nullptr;
-    int64_t width_ = 0, left_ = 0;
+    int64_t element_ = 0, width_ = 0, left_ = 0;
 };
 
 }  // namespace

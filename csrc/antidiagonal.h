@@ -37,7 +37,7 @@ class AntidiagonalTask : TileTask<Math, T> {
 
   public:
     AntidiagonalTask(const AntidiagonalPlan& plan, int64_t head, int64_t first_tile, int64_t count)
-        : Base(plan.tiles, count), plan_(plan), call_(plan.s.attention), stride_(plan.s.stride), head_(head),
+        : Base(plan.tiles, count, plan.s.stride), plan_(plan), call_(plan.s.attention), stride_(plan.s.stride), head_(head),
           tile_(first_tile), keys_(first_tile + count < plan.k_tiles ? first_tile + count : plan.k_tiles),
           where_(call_, head / (call_.heads / call_.kv_heads)) {}
 
@@ -60,7 +60,7 @@ class AntidiagonalTask : TileTask<Math, T> {
 
   private:
     void carve(Carver& c) {
-        x_.carve(c, 1, units_, d_, kConvert, Math::tiles);
+        this->carve_tiles(c, 1);
         q_ = c.take<T>(kTile * d_);
         tail_ = c.take<T>(d_);
         whole_ = c.take<float>(kTile);
@@ -98,8 +98,7 @@ class AntidiagonalTask : TileTask<Math, T> {
         this->load_queries([&](int64_t lane) { return q_ + lane * d_; }, [&](int64_t lane) { return tile_ + lane; });
         if (tail_keys) {
             std::memset(tail_, 0, d_ * sizeof(T));
-            const T* from = where_.k + where_((plan_.k_tiles - 1) * stride_);
-            std::memcpy(tail_, from, tail_keys * d * sizeof(T));
+            where_.keys.copy(where_((plan_.k_tiles - 1) * stride_), tail_keys, tail_);
         }
     }
 

@@ -121,7 +121,8 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
                       {field<&Pool::k_pool>("k"), field<&Pool::v_pool>("v"), field<&Pool::slots>("slots").at_least(1),
                        field<&Pool::kv_heads>("kv_heads").at_least(1), field<&Pool::page>("block_size").at_least(16),
                        field<&Pool::head_dim>("head_dim").at_least(1),
-                       field<&Pool::storage>("storage").within(0, 1)},
+                       field<&Pool::storage>("storage").within(0, 1),
+                       field<&Pool::format>("format").within(0, kLastFormat)},
                       &check_pool);
     bind_struct<BlockTable>(m, "BlockTable",
                             {field<&BlockTable::table>("slots"), field<&BlockTable::table_head_stride>("head_stride"),

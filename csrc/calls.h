@@ -10,14 +10,16 @@
 namespace saccade {
 
 enum class Storage : int { fp32 = 0, bf16 = 1 };
+enum class RowFormat : int;  // of stored keys and values: row_codes.h
 enum class Keys : int { dense = 0, band = 1, blocks = 2, lines = 3 };
 
-// All keys and all values: [slots, kv_heads, page, head_dim], contiguous. A page is a block of the pool; its size is a
-// power of two.
+// All keys and all values: [slots, kv_heads, page, row_width], contiguous. A page is a block of the pool; its size is a
+// power of two. `storage` is the type of queries, outputs and new rows, whatever the rows' format.
 struct Pool {
     const void *k_pool, *v_pool;
     int64_t slots, kv_heads, head_dim, page;
     Storage storage;
+    RowFormat format;
 };
 
 // Where a layer's tokens lie: token i of KV head g in slot table[g * table_head_stride + i / page], row i % page. A

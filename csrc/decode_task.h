@@ -34,8 +34,8 @@ class DecodeTask {
     // the next group lie `stride` rows on. `scratch` is the thread's own if null, else of scratch_size().
     DecodeTask(const Attention& a, int64_t row, int64_t first_head, int64_t groups, int64_t shared, int64_t stride,
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
-        : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
-          stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
+        : a_(a), logits_(a), keys_(a), values_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32),
+          groups_(groups), shared_(shared), stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
           o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
@@ -57,9 +57,11 @@ class DecodeTask {
         }
     }
 
-    static int64_t scratch_size(int64_t head_dim, int64_t queries) {
-        return queries * ((head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
-               kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + 6 * 64;
+    static int64_t scratch_size(const Attention& a, int64_t queries) {
+        Carver room(nullptr);
+        KeyReader<T>(a).carve(room, kDecodeStep);
+        return queries * ((a.head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
+               kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + room.used() + 6 * 64;
     }
 
     template <class Stream>
@@ -85,16 +87,21 @@ class DecodeTask {
         for (int64_t turn = 0; turn < 2 * groups_; ++turn) {
             Ahead<T> ahead = Asks ? rows_of(turn + kLead, step, next) : Ahead<T>();
             const int64_t g = turn % groups_;
+            const bool keys = turn < groups_;
+            const ReadRows<T> in = reader(keys).read(rows(g, step), step.count, room_, group_offset(g));
             for (int64_t h = 0; h < shared_; h += kHeadTile) {
                 switch (shared_ - h) {
-                    case 1: take_heads<1>(turn < groups_, g, h, step, ahead); break;
-                    case 2: take_heads<2>(turn < groups_, g, h, step, ahead); break;
-                    case 3: take_heads<3>(turn < groups_, g, h, step, ahead); break;
-                    default: take_heads<4>(turn < groups_, g, h, step, ahead);
+                    case 1: take_heads<1>(keys, g, h, in, step.count, ahead); break;
+                    case 2: take_heads<2>(keys, g, h, in, step.count, ahead); break;
+                    case 3: take_heads<3>(keys, g, h, in, step.count, ahead); break;
+                    default: take_heads<4>(keys, g, h, in, step.count, ahead);
                 }
             }
         }
     }
+
+    // A step's values of the first KV head, until the next step is taken.
+    ReadRows<T> values_of(const KeyStep<kDecodeStep>& step) const { return values_.read(step.row, step.count, room_); }
 
   private:
     void carve(Carver& c) {
@@ -104,10 +111,14 @@ class DecodeTask {
         alpha_ = c.take<float>(groups_ * shared_);
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
         rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
+        room_ = keys_.carve(c, kDecodeStep);
     }
 
     // Where group `g` reads: rows(), and how much further on in the pools.
-    int64_t group_offset(int64_t g) const { return own_rows_ ? 0 : g * a_.page * d_; }
+    int64_t group_offset(int64_t g) const { return own_rows_ ? 0 : g * a_.page * row_width(a_); }
+    const RowReader<T>& reader(bool keys) const {
+        return keys ? static_cast<const RowReader<T>&>(keys_) : values_;
+    }
     const int64_t* rows(int64_t g, const KeyStep<kDecodeStep>& step, int which = 0) const {
         return own_rows_ ? rows_ + (which * groups_ + g) * kDecodeStep : step.row;
     }
@@ -125,23 +136,23 @@ class DecodeTask {
         const KeyStep<kDecodeStep>* in = which ? next : &step;
         if (!in) return {};
         turn %= 2 * groups_;
-        const void* pool = turn < groups_ ? a_.k_pool : a_.v_pool;
         const int64_t g = turn % groups_;
-        return {static_cast<const T*>(pool) + group_offset(g), rows(g, *in, which), in->count, d_};
+        const RowReader<T>& from = reader(turn < groups_);
+        return {from.address(group_offset(g)), rows(g, *in, which), in->count, from.element(), from.bytes()};
     }
 
     template <int HT>
-    SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
-        keys ? weigh<HT>(g, h, step, ahead) : accumulate<HT>(g, h, step, ahead);
+    SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const ReadRows<T>& in, int count,
+                                   Ahead<T>& ahead) {
+        keys ? weigh<HT>(g, h, in, count, ahead) : accumulate<HT>(g, h, in, count, ahead);
     }
 
     template <int HT>
-    void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
+    void weigh(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
         const int64_t first = g * shared_ + h;
-        scores<HT>(q_ + first * q_stride_, static_cast<const T*>(a_.k_pool) + group_offset(g), rows(g, step),
-                   step.count, ahead);
+        scores<HT>(q_ + first * q_stride_, in.values, in.at, count, ahead);
         float shrink[HT < W ? W : HT] = {}, sums[HT];
-        for (int i = 0; i < HT; ++i) sums[i] = weights(g, h + i, i, step.count, shrink[i]);
+        for (int i = 0; i < HT; ++i) sums[i] = weights(g, h + i, i, count, shrink[i]);
         Simd::store(shrink, Simd::exp2(Simd::load(shrink)));
         for (int i = 0; i < HT; ++i) {
             float& total = sum_[g * stride_ + h + i];
@@ -212,10 +223,9 @@ class DecodeTask {
     }
 
     template <int HT>
-    void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
+    void accumulate(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
         const int64_t row = g * shared_ + h;
-        Values x{static_cast<const T*>(a_.v_pool) + group_offset(g), p_ + row * kScores, alpha_ + row,
-                 o_ + (g * stride_ + h) * d_, rows(g, step), step.count, ahead};
+        Values x{in.values, p_ + row * kScores, alpha_ + row, o_ + (g * stride_ + h) * d_, in.at, count, ahead};
         int64_t c = 0;
         if constexpr (kDot) {
             for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
@@ -287,6 +297,9 @@ class DecodeTask {
     static constexpr int kScores = kDecodeStep + 16;  // a row of s and p
     const Attention& a_;
     const Logits logits_;
+    const KeyReader<T> keys_;
+    const ValueReader<T> values_;
+    typename RowReader<T>::Room room_;  // of one group's keys or values of a step
     const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
     const bool own_rows_;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;

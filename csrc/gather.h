@@ -85,14 +85,14 @@ class GatherTask {
     void score_part(int64_t part) const {
         constexpr int64_t kBatch = Rows::kBatch;
         const int64_t first = part * kPart, left = g_.keys - first, count = left < kPart ? left : kPart;
-        const T* k = static_cast<const T*>(a_.k_pool);
-        int64_t* rows = static_cast<int64_t*>(thread_scratch((kPart + 2 * kBatch) * sizeof(int64_t)));
-        const auto known = [&](int64_t j) {
+        const KeyReader<T> keys(a_);
+        const auto [rows, room] = rows_of_.scratch(keys, kPart);
+        const auto known = [&, rows = rows](int64_t j) {
             for (int64_t i = j; i < j + kBatch; ++i) rows[i] = row_of_(first + (i < count ? i : count - 1));
         };
         known(0);
-        rows_of_.ask(k, rows);
-        rows_of_.scores(group_, q_, k, rows, count, s_ + first, longest_, true, known);
+        rows_of_.ask(keys, rows);
+        rows_of_.scores(group_, q_, keys, room, rows, count, s_ + first, longest_, true, known);
         for (int64_t h = 0; h < group_; ++h)
             part_[part * group_ + h] = Unit::finish_scores(logits_, s_ + h * longest_ + first, count);
     }

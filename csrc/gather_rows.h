@@ -3,7 +3,9 @@
 // products, which measured faster than one row at a time between the products.
 #pragma once
 
+#include "key_rows.h"
 #include "math.h"
+#include "threads.h"
 
 namespace saccade {
 namespace {
@@ -13,17 +15,33 @@ struct GatherRows {
     static constexpr bool kDot = Math::per_unit == 2;
     static constexpr int kTile = 4;  // heads and rows of a register tile
     static constexpr int64_t kBatch = 64;
+    using Room = typename RowReader<T>::Room;  // for a batch
     using Q = std::conditional_t<kDot, uint16_t, float>;  // of queries and of weights
 
     int64_t d, q_stride;
 
+    // The thread's own, for up to `count` rows: where they lie, and a batch's room.
+    struct Scratch {
+        int64_t* rows;
+        Room room;
+    };
+    Scratch scratch(const RowReader<T>& in, int64_t count) const {
+        Scratch all;
+        const auto carve = [&](Carver c) {
+            all = {c.take<int64_t>(count + 2 * kBatch), in.carve(c, kBatch)};
+            return c.used();
+        };
+        carve(Carver(static_cast<char*>(thread_scratch(carve(Carver(nullptr))))));
+        return all;
+    }
+
     // Asks for a batch of rows, as fast as can be: nothing else is on its way meanwhile.
-    SACCADE_INLINE void ask(const T* pool, const int64_t* rows) const {
-        const int64_t bytes = d * static_cast<int64_t>(sizeof(T));
+    SACCADE_INLINE void ask(const RowReader<T>& in, const int64_t* rows) const {
+        const int64_t bytes = in.bytes();
         int64_t from = 0;
         for (; from + 256 <= bytes; from += 256)
             for (int64_t j = 0; j < kBatch; ++j) {
-                const char* part = reinterpret_cast<const char*>(pool + rows[j]) + from;
+                const char* part = in.address(rows[j]) + from;
                 Simd::prefetch(part);
                 Simd::prefetch(part + 64);
                 Simd::prefetch(part + 128);
@@ -31,27 +49,28 @@ struct GatherRows {
             }
         for (; from < bytes; from += 64)
             for (int64_t j = 0; j < kBatch; ++j)
-                Simd::prefetch(reinterpret_cast<const char*>(pool + rows[j]) + from);
+                Simd::prefetch(in.address(rows[j]) + from);
     }
 
     // s[head][j] = q . row j, raw. `next(j)` makes known rows j .. j + kBatch - 1, repeats of the last one behind the
     // end, and asks for them unless they lie `in_order`: what the processor fetches ahead by itself then comes while
     // products are made, if asked for a few rows at a time. The first batch was asked for.
     template <class Next>
-    void scores(int64_t heads, const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride,
-                bool in_order, Next next) const {
+    void scores(int64_t heads, const Q* q, const RowReader<T>& keys, const Room& room, const int64_t* rows,
+                int64_t count, float* s, int64_t stride, bool in_order, Next next) const {
         for (int64_t j = 0; j < count; j += kBatch) {
             const int64_t here = count - j < kBatch ? count - j : kBatch;
             next(j + kBatch);
+            const auto [k, at] = keys.read(rows + j, (here + kTile - 1) / kTile * kTile, room);
             for (int64_t h = 0; h < heads; h += kTile) {
                 const Q* from = q + h * q_stride;
                 float* to = s + h * stride + j;
-                const bool asks = in_order && h == 0;
+                const bool asks = in_order && h == 0 && !keys.coded();
                 switch (heads - h) {
-                    case 1: score<1>(from, k, rows + j, here, to, stride, asks); break;
-                    case 2: score<2>(from, k, rows + j, here, to, stride, asks); break;
-                    case 3: score<3>(from, k, rows + j, here, to, stride, asks); break;
-                    default: score<4>(from, k, rows + j, here, to, stride, asks);
+                    case 1: score<1>(from, k, at, here, to, stride, asks); break;
+                    case 2: score<2>(from, k, at, here, to, stride, asks); break;
+                    case 3: score<3>(from, k, at, here, to, stride, asks); break;
+                    default: score<4>(from, k, at, here, to, stride, asks);
                 }
             }
         }
@@ -60,19 +79,20 @@ struct GatherRows {
     // o[head] += sum of p[head][j] times row j, with weights 0 up to an even count; `lead` rows, whole batches, were
     // asked for.
     template <class Next>
-    void values(int64_t heads, const T* v, const int64_t* rows, int64_t count, const Q* p, int64_t stride, float* o,
-                int64_t lead, Next next) const {
+    void values(int64_t heads, const RowReader<T>& in, const Room& room, const int64_t* rows, int64_t count,
+                const Q* p, int64_t stride, float* o, int64_t lead, Next next) const {
         for (int64_t j = 0; j < count; j += kBatch) {
             const int64_t here = count - j < kBatch ? count - j : kBatch;
             if (j + lead < count) next(j + lead);
+            const auto [v, at] = in.read(rows + j, (here + 1) / 2 * 2, room);
             for (int64_t h = 0; h < heads; h += kTile) {
                 const Q* from = p + h * stride + j;
                 float* to = o + h * d;
                 switch (heads - h) {
-                    case 1: sum<1>(v, rows + j, here, from, stride, to); break;
-                    case 2: sum<2>(v, rows + j, here, from, stride, to); break;
-                    case 3: sum<3>(v, rows + j, here, from, stride, to); break;
-                    default: sum<4>(v, rows + j, here, from, stride, to);
+                    case 1: sum<1>(v, at, here, from, stride, to); break;
+                    case 2: sum<2>(v, at, here, from, stride, to); break;
+                    case 3: sum<3>(v, at, here, from, stride, to); break;
+                    default: sum<4>(v, at, here, from, stride, to);
                 }
             }
         }
@@ -190,7 +210,7 @@ inline float gather_pass(const void* data, const int32_t* rows, int64_t count, i
     constexpr int64_t kBatch = Rows::kBatch;
     const int64_t d = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
     const Rows batch{d, 0};
-    const uint16_t* pool = static_cast<const uint16_t*>(data);
+    const RowReader<uint16_t> pool(data, RowFormat::plain, d);
     int64_t at[2][kBatch];
     const auto ask = [&](int64_t j) {
         if (j >= count) return;
@@ -205,7 +225,7 @@ inline float gather_pass(const void* data, const int32_t* rows, int64_t count, i
         ask(j + kBatch);
         const int64_t* from = at[j / kBatch % 2];
         for (int64_t i = 0; i < kBatch; ++i) {
-            const float* row = reinterpret_cast<const float*>(pool + from[i]);
+            const float* row = reinterpret_cast<const float*>(pool.address(from[i]));
             for (int64_t c = 0; c < row_bytes / 4; c += 16)
                 for (int n = 0; n < 16; n += W) acc[n / W] = Simd::max(acc[n / W], Simd::load(row + c + n));
         }

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "gather_rows.h"
-#include "key_rows.h"
 #include "threads.h"
 #include "top_of_many.h"
 
@@ -117,16 +116,16 @@ class GatherUnit {
         for_parts(parts, threads_, [&](int64_t part) {
             const int64_t first = part * kListedPart, left = places - first;
             const int64_t count = left < kListedPart ? left : kListedPart;
-            int64_t* rows = static_cast<int64_t*>(thread_scratch((kListedPart + 2 * kBatch) * sizeof(int64_t)));
-            const T* k = static_cast<const T*>(a_.k_pool);
-            const auto ask = [&](int64_t j) {
+            const KeyReader<T> keys(a_);
+            const auto [rows, room] = rows_of_.scratch(keys, kListedPart);
+            const auto ask = [&, rows = rows](int64_t j) {
                 if (j >= count) return;
                 for (int64_t i = j; i < j + kBatch; ++i)
                     rows[i] = row_of_(position_[first + (i < count ? i : count - 1)]);
-                rows_of_.ask(k, rows + j);
+                rows_of_.ask(keys, rows + j);
             };
             ask(0);
-            rows_of_.scores(heads_, q_, k, rows, count, s_ + first, longest_, false, ask);
+            rows_of_.scores(heads_, q_, keys, room, rows, count, s_ + first, longest_, false, ask);
             for (int64_t h = 0; h < heads_; ++h)
                 part_[part * heads_ + h] = finish_scores(logits_, s_ + h * longest_ + first, count);
         });
@@ -248,12 +247,12 @@ class GatherUnit {
     void read_part(int64_t part, int64_t count) {
         const int64_t from = part * kListedPart, left = count - from;
         const int64_t here = left < kListedPart ? left : kListedPart, rounded = (here + W - 1) / W * W;
-        int64_t* rows = static_cast<int64_t*>(thread_scratch((kListedPart + 2 * kBatch) * sizeof(int64_t)));
-        const T* v = static_cast<const T*>(a_.v_pool);
-        const auto ask = [&](int64_t j) {
+        const ValueReader<T> in(a_);
+        const auto [rows, room] = rows_of_.scratch(in, kListedPart);
+        const auto ask = [&, rows = rows](int64_t j) {
             for (int64_t i = j; i < j + kBatch; ++i)
                 rows[i] = row_of_(position(from + (i < here ? i : here - 1)));
-            rows_of_.ask(v, rows + j);
+            rows_of_.ask(in, rows + j);
         };
         int64_t lead = 0;  // rows of values asked for
         float* o = o_ + part * heads_ * d_;
@@ -273,7 +272,7 @@ class GatherUnit {
             }
             part_[part * heads_ + h] = Simd::sum(sum);
         }
-        rows_of_.values(heads_, v, rows, here, p_ + from, longest_, o, lead, ask);
+        rows_of_.values(heads_, in, room, rows, here, p_ + from, longest_, o, lead, ask);
     }
 
     const Gather& g_;

@@ -54,17 +54,16 @@ struct TruthPlan {
         int now = 0;
         for (bool more = keys.fill(steps[0]); more; now ^= 1) {
             more = keys.fill(steps[now ^ 1]);
-            measure(steps[now], tally.norms);
+            measure(task.values_of(steps[now]), steps[now].count, tally.norms);
             task.take_step(steps[now], more ? &steps[now ^ 1] : nullptr);
         }
     }
 
     // The norms of a step's values; behind them 0, as their weights are.
-    void measure(const KeyStep<kDecodeStep>& step, float* norms) const {
-        const T* v = static_cast<const T*>(a.v_pool);
-        for (int j = 0; j < step.count; j += 4) {
+    void measure(const ReadRows<T>& v, int count, float* norms) const {
+        for (int j = 0; j < count; j += 4) {
             const T* row[4];
-            for (int r = 0; r < 4; ++r) row[r] = v + step.row[j + r < step.count ? j + r : step.count - 1];
+            for (int r = 0; r < 4; ++r) row[r] = v.values + v.at[j + r < count ? j + r : count - 1];
             F acc[4];
             for (F& x : acc) x = Simd::set1(0);
             for (int64_t i = 0; i < a.head_dim; i += W)
@@ -75,7 +74,7 @@ struct TruthPlan {
             Simd::sum4(acc, norms + j);
             for (int r = 0; r < 4; ++r) norms[j + r] = __builtin_sqrtf(norms[j + r]);
         }
-        for (int j = step.count; j < kDecodeStep; ++j) norms[j] = 0;
+        for (int j = count; j < kDecodeStep; ++j) norms[j] = 0;
     }
 
     void merge() const {

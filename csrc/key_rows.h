@@ -1,7 +1,7 @@
-// Where keys and values lie: the one place that reads a block table.
+// Where keys and values lie, and how a kernel gets at them: the one place that reads a block table or a pool.
 #pragma once
 
-#include "calls.h"
+#include "row_codes.h"
 
 namespace saccade {
 namespace {
@@ -9,19 +9,100 @@ namespace {
 // The rows of one KV head, as offsets (in elements) into the pools.
 struct KeyRows {
     const int32_t* table;
-    int64_t slot_stride, head_offset, head_dim, page_mask;
+    int64_t width, slot_stride, head_offset, page_mask;
     int page_shift;
 
     KeyRows(const PagedKV& kv, int64_t kv_head)
-        : table(kv.table + kv_head * kv.table_head_stride), slot_stride(kv.kv_heads * kv.page * kv.head_dim),
-          head_offset(kv_head * kv.page * kv.head_dim), head_dim(kv.head_dim), page_mask(kv.page - 1),
+        : table(kv.table + kv_head * kv.table_head_stride), width(row_width(kv)),
+          slot_stride(kv.kv_heads * kv.page * width), head_offset(kv_head * kv.page * width), page_mask(kv.page - 1),
           page_shift(__builtin_ctzll(kv.page)) {}
 
     SACCADE_INLINE int64_t operator()(int64_t key) const {
-        return table[key >> page_shift] * slot_stride + head_offset + (key & page_mask) * head_dim;
+        return table[key >> page_shift] * slot_stride + head_offset + (key & page_mask) * width;
     }
     // How many keys from `key` on lie side by side.
     SACCADE_INLINE int64_t run(int64_t key) const { return page_mask + 1 - (key & page_mask); }
+};
+
+// Rows as a kernel reads them: row j begins at values + at[j].
+template <class T>
+struct ReadRows {
+    const T* values;
+    const int64_t* at;
+};
+
+// Reads one of the pools by offsets of KeyRows: plain rows where they lie, others decoded into the caller's room. With
+// `together` a row is as many rows that lie side by side, of head_dim values in all.
+template <class T>
+class RowReader {
+  public:
+    RowReader(const void* pool, RowFormat format, int64_t head_dim, int64_t together = 1)
+        : pool_(static_cast<const char*>(pool)), format_(format), coded_(format != RowFormat::plain),
+          d_(together == 1 ? head_dim : head_dim / together), together_(together),
+          bytes_(together * row_width(format, d_) * element_bytes(format, sizeof(T))) {}
+
+    bool coded() const { return coded_; }
+
+    // Where `count` rows are decoded to; nothing for plain ones.
+    struct Room {
+        T* values = nullptr;
+        int64_t* at = nullptr;
+    };
+    template <class Carver>
+    Room carve(Carver& c, int64_t count) const {
+        if (!coded_) return {};
+        T* values = c.template take<T>(count * d_ * together_);
+        return {values, c.template take<int64_t>(count)};
+    }
+
+    // Rows at `offset` behind at[0 .. count - 1].
+    SACCADE_INLINE ReadRows<T> read(const int64_t* at, int64_t count, const Room& room, int64_t offset = 0) const {
+        if (!coded_) return {reinterpret_cast<const T*>(pool_) + offset, at};
+        for (int64_t j = 0; j < count; ++j) {
+            room.at[j] = j * d_ * together_;
+            decode(at[j] + offset, room.values + room.at[j], together_);
+        }
+        return {room.values, room.at};
+    }
+    SACCADE_INLINE const T* read(int64_t at, const Room& room) const {
+        if (!coded_) return reinterpret_cast<const T*>(pool_) + at;
+        decode(at, room.values, together_);
+        return room.values;
+    }
+    // `count` single rows side by side, copied.
+    void copy(int64_t at, int64_t count, T* to) const {
+        if (coded_) decode(at, to, count);
+        else std::memcpy(to, reinterpret_cast<const T*>(pool_) + at, count * d_ * sizeof(T));
+    }
+
+    SACCADE_INLINE const char* address(int64_t at) const { return pool_ + at * element_bytes(format_, sizeof(T)); }
+    int64_t element() const { return element_bytes(format_, sizeof(T)); }
+    int64_t bytes() const { return bytes_; }
+    SACCADE_INLINE void prefetch(int64_t at) const {
+        const char* row = address(at);
+        for (int64_t c = 0; c < bytes_; c += 64) Simd::prefetch(row + c);
+    }
+
+  private:
+    void decode(int64_t at, T* to, int64_t rows) const {
+        const char* from = address(at);
+        for (int64_t i = 0; i < rows; ++i, from += bytes_ / together_, to += d_) decode_row(format_, from, d_, to);
+    }
+
+    const char* pool_;
+    const RowFormat format_;
+    const bool coded_;
+    const int64_t d_, together_, bytes_;
+};
+
+template <class T>
+struct KeyReader : RowReader<T> {
+    explicit KeyReader(const Pool& p, int64_t together = 1) : RowReader<T>(p.k_pool, p.format, p.head_dim, together) {}
+};
+
+template <class T>
+struct ValueReader : RowReader<T> {
+    explicit ValueReader(const Pool& p) : RowReader<T>(p.v_pool, p.format, p.head_dim) {}
 };
 
 }  // namespace

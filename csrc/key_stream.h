@@ -97,7 +97,7 @@ class KeyStream {
             if (run > Capacity - count) run = Capacity - count;
             int64_t row = rows_(next_);
             for (int64_t i = 0; i < run; ++i) {
-                step.row[count + i] = row + i * a_.head_dim;
+                step.row[count + i] = row + i * rows_.width;
                 step.position[count + i] = static_cast<int32_t>(next_ + i);
             }
             if (a_.keys == Keys::band) {

@@ -17,12 +17,20 @@ void label_head(const LabelKeys& c, int64_t kv_head) {
     const float levels = static_cast<float>((1 << c.bits) - 1);
     uint8_t* codes = c.codes + (kv_head * c.tiles + c.first / kLabelTile) * planes * kLabelTile;
     float* range = c.range + (kv_head * c.tiles + c.first / kLabelTile) * 2 * kLabelTile;
-    float* x = static_cast<float*>(thread_scratch(c.channels * sizeof(float)));
+    const KeyReader<T> keys(c.kv);
+    typename RowReader<T>::Room room;
+    float* x = nullptr;
+    const auto carve = [&](Carver carver) {
+        x = carver.take<float>(c.channels);
+        room = keys.carve(carver, 1);
+        return carver.used();
+    };
+    carve(Carver(static_cast<char*>(thread_scratch(carve(Carver(nullptr))))));
     for (int64_t start = c.first; start < c.last; start += kLabelTile) {
         std::memset(codes, 0, planes * kLabelTile);
         std::memset(range, 0, 2 * kLabelTile * sizeof(float));
         for (int64_t lane = 0; lane < kLabelTile && start + lane < c.last; ++lane) {
-            const T* key = static_cast<const T*>(c.kv.k_pool) + rows(start + lane);
+            const T* key = keys.read(rows(start + lane), room);
             float low = __builtin_inff(), high = -__builtin_inff();
             for (int64_t n = 0; n < c.channels; ++n) {
                 if constexpr (sizeof(T) == 2) {

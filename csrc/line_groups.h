@@ -82,7 +82,7 @@ class LineGroupsTask : TileTask<Math, T> {
 
   private:
     void carve(Carver& c) {
-        x_.carve(c, tiles_, units_, d_, kConvert, Math::tiles);
+        this->carve_tiles(c, tiles_);
         rest_ = c.take<int32_t>(plan_.lanes);
         least_ = c.take<int32_t>(plan_.lanes / W);
         most_ = c.take<int32_t>(plan_.lanes / W);

@@ -139,20 +139,18 @@ class LinePlan {
     LineUnit* units_ = nullptr;
 };
 
-// The rows of one KV head with the pools they lie in.
+// The rows of one KV head with what reads them.
 template <class T>
 struct Rows : KeyRows {
-    const T *k, *v;
+    const KeyReader<T> keys;
+    const ValueReader<T> values;
 
-    Rows(const Attention& a, int64_t kv_head)
-        : KeyRows(a, kv_head), k(static_cast<const T*>(a.k_pool)), v(static_cast<const T*>(a.v_pool)) {}
+    Rows(const Attention& a, int64_t kv_head) : KeyRows(a, kv_head), keys(a), values(a) {}
 
     SACCADE_INLINE void prefetch(int64_t key) const {
         const int64_t row = (*this)(key);
-        for (int64_t c = 0; c < head_dim; c += 64 / static_cast<int64_t>(sizeof(T))) {
-            Simd::prefetch(k + row + c);
-            Simd::prefetch(v + row + c);
-        }
+        keys.prefetch(row);
+        values.prefetch(row);
     }
 };
 

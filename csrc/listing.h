@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "half.h"
+#include "row_codes.h"
 #include "join_blocks.h"
 #include "listed_calls.h"
 #include "row_work.h"
@@ -203,11 +204,13 @@ class Listing : public RowWork {
         const int64_t d = a_.head_dim, first = length_ - c_.block_size;
         const bool half = a_.storage == Storage::bf16;
         tail_.assign(a_.kv_heads * d, 0);
+        key_.resize(d);
         for (int64_t g = 0; g < a_.kv_heads; ++g)
             for (int64_t i = first; i < length_; ++i) {
                 const int64_t slot = a_.table[g * a_.table_head_stride + i / a_.page];
-                const int64_t at = ((slot * a_.kv_heads + g) * a_.page + i % a_.page) * d;
-                for (int64_t x = 0; x < d; ++x) tail_[g * d + x] += key(at + x);
+                const int64_t at = ((slot * a_.kv_heads + g) * a_.page + i % a_.page) * row_width(a_);
+                get_row(a_, false, at, key_.data());
+                for (int64_t x = 0; x < d; ++x) tail_[g * d + x] += key_[x];
             }
         half_tail_.resize(half ? tail_.size() : 0);
         for (size_t i = 0; i < tail_.size(); ++i) {
@@ -318,11 +321,6 @@ class Listing : public RowWork {
         set.learn_tables(g);
     }
 
-    float key(int64_t at) const {
-        if (a_.storage == Storage::bf16) return from_half(static_cast<const uint16_t*>(a_.k_pool)[at]);
-        return static_cast<const float*>(a_.k_pool)[at];
-    }
-
     ListedKeys c_;
     ListedLayer l_;
     int64_t room_ = 0;
@@ -332,7 +330,7 @@ class Listing : public RowWork {
     const float* foreseen_of_ = nullptr;
     std::vector<uint8_t> idle_, skip_, refresh_, all_;
     std::vector<int64_t> offsets_, joined_offsets_, best_keys_, read_;
-    std::vector<float> lse_, rest_, tail_;
+    std::vector<float> lse_, rest_, tail_, key_;
     std::vector<uint16_t> half_tail_;
     std::vector<int32_t> best_, at_;
     Room<int32_t> scanned_, joined_, chosen_;

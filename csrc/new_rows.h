@@ -1,9 +1,8 @@
 // New keys and values, copied to where they belong in the pools.
 #pragma once
 
-#include <cstring>
-
 #include "bindings.h"
+#include "row_codes.h"
 
 namespace saccade {
 
@@ -14,13 +13,10 @@ struct NewRows {
 };
 
 inline void store_head(const Pool& pool, const NewRows& rows, int64_t row, int64_t head, int64_t slot, int64_t offset) {
-    const int64_t size = pool.storage == Storage::bf16 ? 2 : 4, bytes = pool.head_dim * size;
-    const int64_t from = (head * rows.head_stride + row * rows.row_stride) * size;
-    const int64_t to = ((slot * pool.kv_heads + head) * pool.page + offset) * bytes;
-    std::memcpy(const_cast<char*>(static_cast<const char*>(pool.k_pool)) + to, static_cast<const char*>(rows.k) + from,
-                bytes);
-    std::memcpy(const_cast<char*>(static_cast<const char*>(pool.v_pool)) + to, static_cast<const char*>(rows.v) + from,
-                bytes);
+    const int64_t from = (head * rows.head_stride + row * rows.row_stride) * (pool.storage == Storage::bf16 ? 2 : 4);
+    const int64_t to = ((slot * pool.kv_heads + head) * pool.page + offset) * row_width(pool);
+    put_row(pool, false, to, static_cast<const char*>(rows.k) + from);
+    put_row(pool, true, to, static_cast<const char*>(rows.v) + from);
 }
 
 // Row `row` goes to `position` of the sequence that `table` finds.

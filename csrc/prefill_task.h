@@ -72,10 +72,11 @@ class PrefillTask : TileTask<Math, T> {
     bool thin() const { return lines_ && lines_->thin_count; }
 
     void carve(Carver& c) {
-        x_.carve(c, tiles_, units_, d_, kConvert, Math::tiles);
+        this->carve_tiles(c, tiles_);
+        value_room_ = this->values_.carve(c, kStep);
         if (!thin()) return;
         row_o_ = c.take<float>(tiles_ * kTile * d_);
-        decode_ = c.take<char>(DecodeTask<RowMath, T>::scratch_size(d_, 1));
+        decode_ = c.take<char>(DecodeTask<RowMath, T>::scratch_size(a_, 1));
     }
 
     // Row of lane `lane` in q and out.
@@ -195,15 +196,15 @@ class PrefillTask : TileTask<Math, T> {
 
     // Packs the step's values to [key unit][head_dim], or for tiles to [head_dim][key unit].
     void pack_values(const KeyStep<kStep>& step) {
-        const T* v = static_cast<const T*>(a_.v_pool);
+        const auto [v, row] = this->values_.read(step.row, step.count, value_room_);
         if constexpr (Math::tiles) {
             for (int j = 0; j < step.count; j += kTileKeys)
                 for (int64_t c = 0; c < d_; c += 2 * W) {
                     F low[W], high[W];
                     for (int u = 0; u < W; ++u) {
                         const int key = j + 2 * u;
-                        const T* first = v + step.row[key < step.count ? key : 0] + c;
-                        const T* second = v + step.row[key + 1 < step.count ? key + 1 : 0] + c;
+                        const T* first = v + row[key < step.count ? key : 0] + c;
+                        const T* second = v + row[key + 1 < step.count ? key + 1 : 0] + c;
                         F x[2];
                         Math::interleave(first, second, key < step.count ? ~0u : 0, key + 1 < step.count ? ~0u : 0, x);
                         low[u] = x[0], high[u] = x[1];
@@ -222,13 +223,13 @@ class PrefillTask : TileTask<Math, T> {
         if constexpr (Math::per_unit == 1) {
             for (int j = 0; j < padded; ++j)
                 for (int64_t c = 0; c < d_; c += W) {
-                    F x = j < step.count ? Simd::load_row(v + step.row[j] + c) : Simd::set1(0);
+                    F x = j < step.count ? Simd::load_row(v + row[j] + c) : Simd::set1(0);
                     Simd::store(x_.v + j * stride + c, x);
                 }
         } else {
             for (int j = 0; j < padded; j += 2) {
-                const T* first = v + step.row[j < step.count ? j : 0];
-                const T* second = v + step.row[j + 1 < step.count ? j + 1 : 0];
+                const T* first = v + row[j < step.count ? j : 0];
+                const T* second = v + row[j + 1 < step.count ? j + 1 : 0];
                 const uint32_t mask0 = j < step.count ? ~0u : 0, mask1 = j + 1 < step.count ? ~0u : 0;
                 float* to = x_.v + j / 2 * stride;
                 for (int64_t c = 0; c < d_; c += 2 * W) {
@@ -265,7 +266,7 @@ class PrefillTask : TileTask<Math, T> {
         reach.each([&](auto from, auto to, int begin, int end) {
             for (int j = begin; j < end; j += Math::per_unit) {
                 if (next)
-                    for (int r = j; r < j + Math::per_unit && r < next->count; ++r) this->prefetch_values(next->row[r]);
+                    for (int r = j; r < j + Math::per_unit && r < next->count; ++r) this->values_.prefetch(next->row[r]);
                 const float* s = x_.s + j * kTile + lane;
                 float* p = x_.p + j / Math::per_unit * kTile + lane;
                 for (int v = decltype(from)::value; v < decltype(to)::value; ++v) {
@@ -367,6 +368,7 @@ class PrefillTask : TileTask<Math, T> {
     const LineUnit* lines_;
     float* peaks_ = nullptr;
     int64_t region_ = 0, stride_ = 0;
+    typename RowReader<T>::Room value_room_;  // of a step
     float* row_o_ = nullptr;  // [lanes][head_dim]
     char* decode_ = nullptr;
 };

@@ -30,8 +30,11 @@ void probe_group(const Probes& c, int64_t kv_head) {
     const int64_t padded = (c.count + W - 1) / W * W;
     Carver count(nullptr);
     count.take<float>(2 * padded);
+    const KeyReader<T> keys(a);
+    keys.carve(count, 1);
     Carver carver(static_cast<char*>(thread_scratch(count.used())));
     float *dots = carver.take<float>(2 * padded), *left = dots + padded;  // 0 where a probe counts, else -inf
+    const typename RowReader<T>::Room room = keys.carve(carver, 1);
     for (int64_t x = c.count; x < padded; ++x) dots[x] = 0, left[x] = -__builtin_inff();
     const Logits logits(a);
     int64_t outside = 0, known = -1;  // known: the unit that `left` tells of
@@ -39,9 +42,7 @@ void probe_group(const Probes& c, int64_t kv_head) {
         if (c.idle && c.idle[h]) continue;
         const int64_t unit = h / per_unit;
         const KeyRows rows(a, h / group);
-        const auto key = [&](int64_t p) { return static_cast<const T*>(a.k_pool) + rows(c.at[p]); };
-        for (int64_t p = 0; p < c.count && known < 0; ++p)
-            for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(p) + x);
+        for (int64_t p = 0; p < c.count && known < 0; ++p) keys.prefetch(rows(c.at[p]));
         if (unit != known) {
             known = unit;
             const int32_t *at = c.indices + c.offsets[unit], *end = c.indices + c.offsets[unit + 1];
@@ -54,7 +55,7 @@ void probe_group(const Probes& c, int64_t kv_head) {
         }
         const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
         for (int64_t p = 0; p < c.count; ++p) {
-            const T* k = key(p);
+            const T* k = keys.read(rows(c.at[p]), room);
             F sum = Simd::set1(0);
             for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
             dots[p] = Simd::sum(sum);

@@ -86,7 +86,7 @@ class RowSharesTask : TileTask<Math, T> {
 
   private:
     void carve(Carver& c) {
-        x_.carve(c, 1, units_, d_, kConvert, Math::tiles);
+        this->carve_tiles(c, 1);
         const int64_t steps = (keys_ + kStep - 1) / kStep;
         step_max_ = c.take<float>(steps * kTile);
         sums_ = c.take<float>(steps * per_step_ * kTile);

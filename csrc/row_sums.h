@@ -99,7 +99,7 @@ class RowTask : TileTask<Math, T> {
 
   private:
     void carve(Carver& c, const float* weights) {
-        x_.carve(c, 1, units_, d_, kConvert, Math::tiles);
+        this->carve_tiles(c, 1);
         step_max_ = c.take<float>(steps_ * kTile);
         if (!weights) p_ = c.take<float>((keys_ + kRegKeys) * kTile);
     }

@@ -40,15 +40,17 @@ struct DrawTask {
         const int64_t kv_head = head / (a.heads / a.kv_heads), d = a.head_dim, hashed = c.last - c.first;
         const int64_t rounded = (hashed + 7) / 8 * 8, buckets = int64_t{1} << c.bits;
         const KeyRows rows(a, kv_head);
-        const auto key_of = [&](int64_t i) { return static_cast<const T*>(a.k_pool) + rows(i); };
+        const KeyReader<T> keys(a);
         Carver count(nullptr);
         count.take<uint8_t>(rounded);
         count.take<const int32_t*>(2 * c.tables);
         count.take<float>(d);
+        keys.carve(count, 1);
         Carver carver(static_cast<char*>(thread_scratch(count.used())));
         uint8_t* seen = carver.take<uint8_t>(rounded);
         const int32_t** runs = carver.take<const int32_t*>(2 * c.tables);
         float* q = carver.take<float>(d);
+        const typename RowReader<T>::Room room = keys.carve(carver, 1);
         std::memset(seen, 0, rounded);
         for (int64_t t = 0; t < c.tables; ++t) {
             const int64_t row = kv_head * c.tables + t;
@@ -81,10 +83,8 @@ struct DrawTask {
         }
         const double size = Simd::sum(square);
         for (int64_t j = c.first; j < drawn; ++j) {
-            if (j + 8 < drawn)
-                for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T)))
-                    Simd::prefetch(key_of(list[j + 8]) + i);
-            bias[j] = static_cast<float>(correction(key_of(list[j]), q, c.mean + kv_head * d, size));
+            if (j + 8 < drawn) keys.prefetch(rows(list[j + 8]));
+            bias[j] = static_cast<float>(correction(keys.read(rows(list[j]), room), q, c.mean + kv_head * d, size));
         }
     }
 

@@ -15,6 +15,11 @@ void sink_share_group(const SinkShare& c, int64_t kv_head) {
     const Attention& a = c.attention;
     const int64_t d = a.head_dim, group = a.heads / a.kv_heads, n = a.q_start + 1;
     const Logits logits(a);
+    const KeyReader<T> keys(a);
+    Carver size(nullptr);
+    keys.carve(size, 1);
+    Carver carver(static_cast<char*>(thread_scratch(size.used())));
+    const typename RowReader<T>::Room room = keys.carve(carver, 1);
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
         const int64_t g = h / group;
@@ -22,7 +27,7 @@ void sink_share_group(const SinkShare& c, int64_t kv_head) {
         auto lse = [&](int64_t from, int64_t to) {
             float total = 0, top = kNoMax;
             for (int64_t i = from; i < to; ++i) {
-                const T* k = static_cast<const T*>(a.k_pool) + rows(i);
+                const T* k = keys.read(rows(i), room);
                 F sum = Simd::set1(0);
                 for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
                 float lanes[W];

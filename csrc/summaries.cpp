@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "half.h"
+#include "row_codes.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -61,15 +62,6 @@ void mean_of(const float* __restrict x, int64_t rows, int64_t d, float* __restri
     for (int64_t c = 0; c < d; ++c) mean[c] = (run[c] + mean[c]) / static_cast<float>(rows);
 }
 
-void widen(const uint16_t* __restrict from, int64_t d, float* __restrict to) {
-    for (int64_t c = 0; c < d; ++c) to[c] = from_half(from[c]);
-}
-
-void load_row(const void* pool, Storage storage, int64_t from, int64_t d, float* to) {
-    if (storage == Storage::fp32) std::memcpy(to, static_cast<const float*>(pool) + from, d * sizeof *to);
-    else widen(static_cast<const uint16_t*>(pool) + from, d, to);
-}
-
 // As torch has them: not a number where a key is none. Loops without branches, which compilers turn into vectors.
 void extremes(const float* __restrict x, int64_t rows, int64_t d, float* __restrict high, float* __restrict low,
               float* __restrict broken) {
@@ -117,11 +109,12 @@ void summarize(Kind kind, float* x, int64_t rows, int64_t d, float* spare, float
 
 // One block of one KV head, whose row i begins at at(i) of `rows`; part p is written to out + p * stride.
 template <class At>
-void summarize_rows_of(Kind kind, const void* rows, Storage storage, int64_t size, int64_t d, void* out,
-                       Storage out_storage, int64_t first, int64_t stride, const At& at) {
+void summarize_rows_of(Kind kind, const Pool& pool, bool values, int64_t size, void* out, Storage out_storage,
+                       int64_t first, int64_t stride, const At& at) {
+    const int64_t d = pool.head_dim;
     auto* x = static_cast<float*>(thread_scratch((size + 4) * d * sizeof(float)));
     float *spare = x + size * d, *parts = spare + 2 * d;
-    for (int64_t i = 0; i < size; ++i) load_row(rows, storage, at(i), d, x + i * d);
+    for (int64_t i = 0; i < size; ++i) get_row(pool, values, at(i), x + i * d);
     summarize(kind, x, size, d, spare, parts);
     for (int64_t part = 0; part < parts_of(kind); ++part) {
         const float* from = parts + part * d;
@@ -138,11 +131,11 @@ void summarize_block(const Job& job, int64_t index) {
     const int64_t d = p.head_dim, each = p.kv_heads * d, count = parts_of(job.s.kind);
     for (int64_t head = 0; head < p.kv_heads; ++head) {
         const int32_t* table = job.table.table + layer * job.s.layer_stride + head * job.table.table_head_stride;
-        summarize_rows_of(job.s.kind, job.s.of_values ? p.v_pool : p.k_pool, p.storage, job.s.size, d,
-                          reinterpret_cast<void*>(job.out[layer]), job.s.out_storage, block * count * each + head * d, each,
+        summarize_rows_of(job.s.kind, p, job.s.of_values, job.s.size, reinterpret_cast<void*>(job.out[layer]),
+                          job.s.out_storage, block * count * each + head * d, each,
                           [&](int64_t i) {
                               const int64_t key = block * job.s.size + i, slot = table[key / p.page];
-                              return ((slot * p.kv_heads + head) * p.page + key % p.page) * d;
+                              return ((slot * p.kv_heads + head) * p.page + key % p.page) * row_width(p);
                           });
     }
 }
@@ -155,7 +148,8 @@ void summarize_plain(const RowSummaries& r) {
         [](void* context, int64_t index) {
             const RowSummaries& r = *static_cast<const RowSummaries*>(context);
             const int64_t head = index / r.blocks, block = index % r.blocks, d = r.head_dim;
-            summarize_rows_of(r.kind, r.rows, r.storage, r.size, d, r.out, r.out_storage,
+            const Pool plain{r.rows, nullptr, 1, r.heads, d, 1, r.storage, RowFormat::plain};
+            summarize_rows_of(r.kind, plain, false, r.size, r.out, r.out_storage,
                               (block * parts_of(r.kind) * r.heads + head) * d, r.heads * d,
                               [&](int64_t i) { return ((head * r.blocks + block) * r.size + i) * d; });
         },

@@ -16,9 +16,15 @@ class TileTask {
   protected:
     static constexpr bool kConvert = Math::per_unit == 1 && sizeof(T) == 2;  // bf16 storage, fp32 arithmetic
 
-    TileTask(const Attention& a, int64_t lanes)
-        : a_(a), logits_(a), d_(a.head_dim), units_(a.head_dim / Math::per_unit), lanes_(lanes),
-          tiles_((lanes + kTile - 1) / kTile) {}
+    // With `together` a key is as many keys that lie side by side.
+    TileTask(const Attention& a, int64_t lanes, int64_t together = 1)
+        : a_(a), logits_(a), keys_(a, together), values_(a), d_(a.head_dim), units_(a.head_dim / Math::per_unit),
+          lanes_(lanes), tiles_((lanes + kTile - 1) / kTile) {}
+
+    void carve_tiles(Carver& c, int64_t tiles) {
+        x_.carve(c, tiles, units_, d_, kConvert, Math::tiles);
+        room_ = keys_.carve(c, kStep);
+    }
 
     static SACCADE_INLINE F load_units(const T* row, int64_t unit) {
         if constexpr (kConvert) return Simd::load_row(row + unit);
@@ -57,14 +63,14 @@ class TileTask {
 
     // Finds (or converts) the step's key rows.
     void find_keys(const KeyStep<kStep>& step) {
-        const T* k = static_cast<const T*>(a_.k_pool);
+        const auto k = keys_.read(step.row, step.count, room_);
         for (int j = 0; j < step.count; ++j) {
             if constexpr (kConvert) {
                 float* to = x_.k + j * (d_ + kPad);
-                for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(k + step.row[j] + c));
+                for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(k.values + k.at[j] + c));
                 x_.k_row[j] = to;
             } else {
-                x_.k_row[j] = reinterpret_cast<const float*>(k + step.row[j]);
+                x_.k_row[j] = reinterpret_cast<const float*>(k.values + k.at[j]);
             }
         }
         const int padded = (step.count + kRegKeys - 1) / kRegKeys * kRegKeys;
@@ -162,22 +168,17 @@ class TileTask {
     }
 
     SACCADE_INLINE void prefetch(int64_t row, bool values) const {
-        const T *k = static_cast<const T*>(a_.k_pool) + row, *v = static_cast<const T*>(a_.v_pool) + row;
-        for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) {
-            Simd::prefetch(k + c);
-            if (values) Simd::prefetch(v + c);
-        }
-    }
-
-    SACCADE_INLINE void prefetch_values(int64_t row) const {
-        const T* v = static_cast<const T*>(a_.v_pool) + row;
-        for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(v + c);
+        keys_.prefetch(row);
+        if (values) values_.prefetch(row);
     }
 
     const Attention& a_;
     const Logits logits_;
+    const KeyReader<T> keys_;
+    const ValueReader<T> values_;
     const int64_t d_, units_, lanes_, tiles_;
     PrefillScratch x_;
+    typename RowReader<T>::Room room_;  // of a step's keys
     bool lean_ = false;       // nobody looks at lanes that hold no rows: their scores may be anything
     int key_rows_ = 0;        // of the step
     int span_[2] = {0, 0};    // with tiles: the keys whose scores there are, in whole tiles

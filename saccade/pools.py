@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from saccade.engine.config import PROFILE, EngineConfig
-from saccade.errors import CapacityError, shown
+from saccade.errors import CapacityError, SaccadeError, shown
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
+from saccade.kv.row_formats import AUTO, format_called
 from saccade.kv.tier import Tier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.models.loader import LoadedModel
@@ -23,8 +24,13 @@ def make_pool(
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer."""
-    spec, size = model.spec, config.block_size
-    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size)
+    spec, size, rows = model.spec, config.block_size, format_called(config.kv_dtype)
+    if rows is not AUTO and (model.device.type != "cpu" or config.backend == "triton"):
+        raise SaccadeError(
+            f"kv_dtype={rows.name!r}: kernels of a GPU read keys and values of the model's dtype alone; leave kv_dtype "
+            "at 'auto', or run on device='cpu' with another backend than 'triton'"
+        )
+    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
     found = None

@@ -19,8 +19,8 @@ class PoisonedStorage(KVStorage):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.k.fill_(float("nan"))
-        self.v.fill_(float("nan"))
+        for part in (self.k, self.v):
+            part.view(torch.uint8).fill_(255)  # of every float, and of a float that codes are multiples of
 
 
 def poisoned_pool(

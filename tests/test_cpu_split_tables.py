@@ -227,7 +227,8 @@ def test_rows_are_stored_in_slots_of_their_own(dtype):
 
 def test_structs_refuse_what_would_read_wild_memory():
     address = torch.zeros(4096).data_ptr()
-    pool = {"k": address, "v": address, "slots": 4, "kv_heads": 2, "block_size": 16, "head_dim": 16, "storage": 0}
+    pool = {"k": address, "v": address, "slots": 4, "kv_heads": 2, "block_size": 16, "head_dim": 16}
+    pool |= {"storage": 0, "format": 0}
     table = native.BlockTable(slots=address, head_stride=0, blocks=2)
     queries = {"q": address, "head_stride": 16, "row_stride": 16, "heads": 4, "q_len": 1, "q_start": 20, "scale": 0.25}
     output = native.Output(out=address, lse=address, rows=1)
@@ -235,6 +236,7 @@ def test_structs_refuse_what_would_read_wild_memory():
     for change, message in (
         ({"k": 0}, "Pool: k must be an address"),
         ({"storage": 2}, "Pool: storage=2 must be 0 to 1"),
+        ({"format": 2}, "Pool: format=2 must be 0 to 1"),
         ({"block_size": 48}, "Pool: block_size must be a power of two"),
         ({"slots": -1}, "Pool: slots=-1 must be at least 1"),
     ):

@@ -86,7 +86,7 @@ def test_one_call_serves_all_layers_and_what_was_cut_off_is_made_anew(monkeypatc
     _, kv = kvs = sequences(torch.bfloat16, 2, 32, 16)
     append(kvs, 70, 1)
     calls, real = [], cpu_pages.fill_summaries
-    monkeypatch.setattr(cpu_pages, "fill_summaries", lambda *a: calls.append(a[4:6]) or real(*a))
+    monkeypatch.setattr(cpu_pages, "fill_summaries", lambda *a: calls.append(a[5:7]) or real(*a))
     version = kv.version
     kv.summaries("minmax", 16)
     assert kv.version > version
@@ -105,7 +105,8 @@ def test_a_block_in_no_slot_is_an_error():
     tables = kv.tables.clone()
     tables[2, 0, 1] = -1
     storage, out = kv.pool.storage, [torch.empty(2, 1, 1, 16) for _ in range(LAYERS)]
+    pool, dtype = (storage.k, storage.v), storage.format.dtype
     with pytest.raises(ValueError, match="block 1 is in no slot"):
-        cpu_pages.fill_summaries((storage.k, storage.v), tables, "mean", 16, 0, 2, out)
+        cpu_pages.fill_summaries(pool, dtype, tables, "mean", 16, 0, 2, out)
     with pytest.raises(ValueError, match="block table"):
-        cpu_pages.fill_summaries((storage.k, storage.v), kv.tables[:, :, :1], "mean", 16, 0, 2, out)
+        cpu_pages.fill_summaries(pool, dtype, kv.tables[:, :, :1], "mean", 16, 0, 2, out)

@@ -10,6 +10,7 @@ from kv_helpers import poisoned_pool
 
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV, summaries
+from saccade.kv.row_formats import AUTO, INT8
 from saccade.ops import attend
 
 G, D, LAYERS = 2, 16, 3
@@ -220,10 +221,8 @@ def test_pool_refuses_nonsense():
         KVFormat(torch.float32, G, D, block_size=24)
     with pytest.raises(SaccadeError, match="kv_heads=0 and head_dim=16"):
         KVFormat(torch.float32, 0, D)
-    with pytest.raises(SaccadeError, match="scale_planes=1: this layout has no scales"):
-        KVFormat(torch.float32, G, D, scale_planes=1)
-    with pytest.raises(SaccadeError, match="layout version 2 cannot be read, only version 1"):
-        KVFormat(torch.float32, G, D, version=2)
+    with pytest.raises(SaccadeError, match="keys of format 'int8' and values of 'auto': kernels"):
+        KVFormat(torch.float32, G, D, k=INT8)
     with pytest.raises(CapacityError, match="raise kv_memory"):
         KVStorage(KVFormat(torch.float32, G, D), 0)
     with pytest.raises(SaccadeError, match="must both be"):
@@ -237,6 +236,7 @@ def test_the_format_says_what_memory_is_taken():
         layout = KVFormat(dtype, G, D, 64)
         storage = KVStorage(layout, 3)
         assert storage.k.nbytes + storage.v.nbytes == 3 * layout.block_bytes
-        assert storage.k.shape == storage.v.shape == layout.shape(3)
-        assert storage.k.stride() == storage.v.stride() == layout.strides
+        assert storage.k.shape == storage.v.shape == layout.shape(3, AUTO)
+        assert storage.k.is_contiguous()
+        assert storage.v.is_contiguous()
         assert [layout.blocks(tokens) for tokens in (0, 1, 64, 65)] == [0, 1, 1, 2]

@@ -77,7 +77,8 @@ class HostBackend:
         hosted = self._hosting.gather(rows, frozen is None)
         gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
-        if not joined or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
+        storage = joined[0].memory.kv.pool.storage if joined else None
+        if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
             return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
             return HostAttention(

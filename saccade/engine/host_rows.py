@@ -45,7 +45,7 @@ class JoinedRows:
             else:
                 self.fixed.append((number, fixed))
             planned.append(_planned(one, fixed))
-        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products)
+        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products, self.storage.format.dtype)
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 

@@ -44,7 +44,7 @@ def goes_to_host(pool: BlockManager, policy: Policy) -> bool:
     tier = None if pool.tiers is None else pool.tiers.tier
     if not isinstance(tier, HostTier) or tier.compute.mode != "host":
         return False
-    return (policy.decode.follows_kv or tier.compute.lodges_all) and cpu_rows.stores(tier.k, "auto")
+    return (policy.decode.follows_kv or tier.compute.lodges_all) and cpu_rows.stores(tier.k, tier.format, "auto")
 
 
 class Hosting:

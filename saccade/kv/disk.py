@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.format import VERSION as LAYOUT
 from saccade.kv.format import KVFormat
 from saccade.kv.tier import Part, Parts, TierCounts
 from saccade.machine import show_bytes
@@ -72,7 +73,7 @@ class DiskTier:
 
     def __init__(self, folder: Path, max_bytes: int, storage: Slots, system: System = os) -> None:
         self.format, self._system = storage.format, system
-        self._half = storage.format.block_bytes // 2
+        self._half = storage.format.half_bytes(storage.format.k)
         self.cell_bytes = _FRAME.size + 2 * self._half
         self.cells = (max_bytes - PAGE) // self.cell_bytes
         if self.cells < 1:
@@ -240,8 +241,9 @@ def _header(format: KVFormat, cell_bytes: int, tag: bytes) -> bytes:
     own = {
         "kind": "saccade KV parts",
         "version": VERSION,
-        "layout": format.version,
+        "layout": LAYOUT,
         "dtype": str(format.dtype).removeprefix("torch."),
+        "rows": [rows.name for rows in format.parts],
         "kv_heads": format.kv_heads,
         "head_dim": format.head_dim,
         "block_size": format.block_size,

@@ -49,8 +49,11 @@ class HostTier:
             raise SaccadeError(f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {block_bytes} bytes")
         self.device = storage.device
         self.memory = PinnedMemory(self.cells * block_bytes, self.device)
-        shape = storage.format.shape(self.cells)
-        self.k, self.v = (half.view(storage.format.dtype).view(shape) for half in self.memory.data.chunk(2))
+        halves = self.memory.data.split([self.cells * self.format.half_bytes(rows) for rows in self.format.parts])
+        self.k, self.v = (
+            half.view(rows.dtype(self.format.dtype)).view(self.format.shape(self.cells, rows))
+            for half, rows in zip(halves, self.format.parts)
+        )
         self._begin()
         self.counts = TierCounts()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

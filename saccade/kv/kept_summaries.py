@@ -109,13 +109,13 @@ def fill_all(kept: list[KeptSummaries], full: int, storage: KVStorage, tables: T
     on the host, where ``tables`` int32 [layers, kv_heads or 1, >= full] says. False, changing nothing, where its mover
     has no kernel for that."""
     one, layout = kept[0], storage.format
-    fill = storage.mover.filler(storage.k, one.kind, one.block_size)
+    fill = storage.mover.filler(layout.dtype, one.kind, one.block_size)
     if fill is None:
         return False
     for layer in kept:
         layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
     pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
-    fill(pools, tables, one.kind, one.block_size, one.filled, full, buffers)
+    fill(pools, layout.dtype, tables, one.kind, one.block_size, one.filled, full, buffers)
     for layer in kept:
         layer.filled = full
     return True

@@ -99,7 +99,7 @@ class Lodging(PartCells):
         """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
         if self.offers is not None:
             self.offers.withdraw(self.slots_of(layer, blocks))
-        if self.debug:
+        if self.debug and self.pool.storage.k.is_floating_point():
             slots = self.slots_of(layer, blocks).tolist()
             for part in (self.pool.storage.k, self.pool.storage.v):
                 (part if self._head is None else part[:, self._head])[slots] = float("nan")

@@ -13,7 +13,7 @@ class Paged(NamedTuple):
     """``length`` tokens: KV head g's token i lies in slot ``block_table[g, i // block_size]`` at offset ``i %
     block_size``.
 
-    ``k``, ``v``: [slots, kv_heads, block_size, head_dim], strides as ``format`` says. ``block_table``: int32
+    ``k``, ``v``: [slots, kv_heads, block_size, width], contiguous, as ``format`` says. ``block_table``: int32
     [kv_heads or 1, >= blocks], each row contiguous, on the same device; one row serves all KV heads, and with a row
     for each of them heads do not share slots. A slot of -1 means that the block is not resident.
     """

@@ -9,16 +9,26 @@ import torch
 from torch import Tensor
 
 from saccade.kv.paged import Paged
+from saccade.kv.row_formats import format_of
 
 Blocks = tuple[Tensor, Tensor]  # keys and values
 
 
 class Filler(Protocol):
     def __call__(
-        self, pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+        self,
+        pool: Blocks,
+        dtype: torch.dtype,
+        tables: Tensor,
+        kind: str,
+        block_size: int,
+        first: int,
+        last: int,
+        out: Sequence[Tensor],
     ) -> None:
         """Write the summaries of full blocks ``first .. last - 1`` of all layers to their places in ``out``, each
-        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, ``tables`` int32
+        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, which give rows of
+        ``dtype``, ``tables`` int32
         [layers, kv_heads or 1, >= blocks] the slots of a sequence."""
 
 
@@ -26,11 +36,12 @@ class RowMover(Protocol):
     """Copies rows between plain tensors and slots that are resident: this module, or one with kernels for a device."""
 
     def store(self, paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
-        """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``."""
+        """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``; or rows
+        as they are stored, [kv_heads, t, width]."""
 
     def gather(self, pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
-        """Positions ``start .. stop - 1`` of ``pool``, one of a Paged's two, in one piece: [kv_heads, stop - start,
-        head_dim]."""
+        """Positions ``start .. stop - 1`` of ``pool``, one of a Paged's two, as they are stored, in one piece:
+        [kv_heads, stop - start, width]."""
 
     def copy_blocks(self, source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
         """Copy blocks ``which`` of ``source`` to ``where`` in ``target``, keys and values ([blocks, kv_heads,
@@ -44,20 +55,21 @@ class RowMover(Protocol):
         """Summaries of ``rows`` [kv_heads, blocks * block_size, head_dim]: [blocks, parts, kv_heads, head_dim], the
         bits that a :class:`Filler` gives; None where torch is to make them."""
 
-    def filler(self, pool: Tensor, kind: str, block_size: int) -> Filler | None:
-        """What makes such summaries of keys that lie in ``pool``, of all layers at once; None where torch is to make
+    def filler(self, dtype: torch.dtype, kind: str, block_size: int) -> Filler | None:
+        """What makes such summaries of keys of ``dtype`` in pools, of all layers at once; None where torch is to make
         them, layer by layer."""
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     """See RowMover."""
     size, count, table = paged.format.block_size, k.shape[1], paged.block_table
+    pools = [(pool, format_of(pool).encode(rows, pool.dtype)) for pool, rows in ((paged.k, k), (paged.v, v))]
     if table.shape[0] > 1 or table.is_cuda:  # a GPU's slots are not known here, and asking for them would wait
         positions = torch.arange(start, start + count, device=table.device)
         slots = table[:, positions // size].long()  # [kv_heads or 1, t]
         heads = torch.arange(k.shape[0], device=table.device)[:, None]
-        for pool, rows in ((paged.k, k), (paged.v, v)):
-            pool[slots, heads, positions % size] = rows.to(pool.dtype)
+        for pool, rows in pools:
+            pool[slots, heads, positions % size] = rows
         return
     shared, done = table[0], 0
     while done < count:
@@ -65,12 +77,12 @@ def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
         whole = (count - done) // size if offset == 0 else 0
         if whole:  # blocks in one go
             slots, step = shared[block : block + whole].long(), whole * size
-            for pool, rows in ((paged.k, k), (paged.v, v)):
-                pool[slots] = rows[:, done : done + step].unflatten(1, (whole, size)).transpose(0, 1).to(pool.dtype)
+            for pool, rows in pools:
+                pool[slots] = rows[:, done : done + step].unflatten(1, (whole, size)).transpose(0, 1)
         else:
             slot, step = int(shared[block]), min(size - offset, count - done)
-            for pool, rows in ((paged.k, k), (paged.v, v)):
-                pool[slot, :, offset : offset + step] = rows[:, done : done + step].to(pool.dtype)
+            for pool, rows in pools:
+                pool[slot, :, offset : offset + step] = rows[:, done : done + step]
         done += step
 
 
@@ -102,6 +114,6 @@ def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     return None
 
 
-def filler(pool: Tensor, kind: str, block_size: int) -> None:
+def filler(dtype: torch.dtype, kind: str, block_size: int) -> None:
     """See RowMover."""
     return None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv.blocks import BlockManager
-from saccade.kv.format import KVFormat
+from saccade.kv.format import VERSION, KVFormat
+from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import KINDS, PARTS, kept_dtype
 
@@ -28,7 +29,8 @@ class SavedKV:
     def check(self, format: KVFormat, layers: int) -> None:
         """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
         differ."""
-        for name, own in described(format, layers).items():
+        written = {name: self.metadata[name] for name in ("k_rows", "v_rows") if name in self.metadata}
+        for name, own in (dict.fromkeys(written, AUTO.name) | described(format, layers)).items():
             if self.metadata.get(name) != own:
                 raise SaccadeError(f"saved KV has {name}={self.metadata.get(name)!r}, but this storage has {own!r}")
 
@@ -36,11 +38,12 @@ class SavedKV:
 def described(format: KVFormat, layers: int) -> dict[str, Any]:
     """What two stores must have in common for KV to go from one to the other."""
     return {
-        "version": format.version,
+        "version": VERSION,
         "layers": layers,
         "kv_heads": format.kv_heads,
         "head_dim": format.head_dim,
         "dtype": str(format.dtype).removeprefix("torch."),
+        **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
     }
 
 
@@ -49,10 +52,7 @@ def save_kv(kv: SequenceKV) -> SavedKV:
     resident."""
     length = kv.between_steps("saved")
     views = [kv.view(layer) for layer in range(kv.layers)]
-    tensors = {
-        "k": torch.stack([view.keys() for view in views]),
-        "v": torch.stack([view.values() for view in views]),
-    }
+    tensors = {name: torch.stack(part) for name, part in zip("kv", zip(*(view.stored() for view in views)))}
     return SavedKV(tensors | kv.known.save(), described(kv.pool.format, kv.layers) | {"length": length})
 
 
@@ -88,8 +88,7 @@ def copy_rows(kv: SequenceKV, start: int, stop: int) -> dict[str, Tensor]:
     kv_heads, head_dim]."""
     views = [kv.view(layer) for layer in range(kv.layers)]
     tensors = {
-        "k": torch.stack([view.keys(start, stop) for view in views]).cpu(),
-        "v": torch.stack([view.values(start, stop) for view in views]).cpu(),
+        name: torch.stack(part).cpu() for name, part in zip("kv", zip(*(view.stored(start, stop) for view in views)))
     }
     return tensors | kv.known.rows(start, stop)
 
@@ -112,12 +111,12 @@ def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: i
     k, v = tensors.get("k"), tensors.get("v")
     if k is None or v is None or k.dim() != 4:
         raise SaccadeError("stored rows have no keys and values [layers, kv_heads, tokens, head_dim]")
-    expected = (layers, format.kv_heads, k.shape[2] if count is None else count, format.head_dim)
-    for part in (k, v):
+    for part, rows in zip((k, v), format.parts):
+        expected = (layers, format.kv_heads, k.shape[2] if count is None else count, rows.width(format.head_dim))
+        if part.dtype != rows.dtype(format.dtype):
+            raise SaccadeError(f"stored rows are {part.dtype}, not {rows.dtype(format.dtype)}")
         if part.shape != expected:
             raise SaccadeError(f"stored rows have the shape {list(part.shape)}, not {list(expected)}")
-        if part.dtype != format.dtype:
-            raise SaccadeError(f"stored rows are {part.dtype}, not {format.dtype}")
     return k, v
 
 

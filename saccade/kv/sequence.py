@@ -11,6 +11,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
 from saccade.kv.kept_summaries import KeptSummaries, fill_all
 from saccade.kv.paged import Paged
+from saccade.kv.row_formats import format_of
 from saccade.kv.sequence_summaries import SequenceSummaries
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
@@ -136,7 +137,7 @@ class SequenceKV:
         ):  # a decode step: the host knows its slot, and a device needs no index
             slot, offset = self.place(layer)
             for pool, row in ((self.pool.storage.k, k), (self.pool.storage.v, v)):
-                pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
+                pool.select(0, slot).select(1, offset).copy_(format_of(pool).encode(row.select(1, 0), pool.dtype))
             self._sealed(range(layer, layer + 1), start, start + 1)
             return
         self._make_writable(layer, count)

@@ -18,7 +18,7 @@ from saccade.machine import ask_for_huge_pages, show_bytes
 
 
 class KVStorage:
-    """``k`` and ``v``: [num_blocks, kv_heads, block_size, head_dim], laid out as ``format`` says, never moved.
+    """``k`` and ``v``: [num_blocks, kv_heads, block_size, width], laid out as ``format`` says, never moved.
 
     ``mover`` copies rows into slots and out of them. By default it is torch's indexing; whoever makes storage on a GPU
     hands in what has a kernel for it. Raises CapacityError where there is no room for one slot, or no such memory.
@@ -33,8 +33,10 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.mover: RowMover = rows if mover is None else mover
         try:
-            self.k = torch.empty(format.shape(num_blocks), dtype=format.dtype, device=device)
-            self.v = torch.empty(format.shape(num_blocks), dtype=format.dtype, device=device)
+            self.k, self.v = (
+                torch.empty(format.shape(num_blocks, rows), dtype=rows.dtype(format.dtype), device=device)
+                for rows in format.parts
+            )
         except RuntimeError as error:
             wanted = num_blocks * format.block_bytes
             raise CapacityError(

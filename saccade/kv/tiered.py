@@ -158,29 +158,29 @@ class TieredView(KVView):
 
     def head_keys(self, kv_head: int, stop: int) -> Tensor:
         own, size = self._paged, self.block_size
-        out = own.k.new_empty(stop, self.head_dim)
+        out = own.k.new_empty(stop, own.k.shape[-1])
         for blocks in self._pieces(0, stop):
             first, last = int(blocks[0]) * size, min(stop, (int(blocks[-1]) + 1) * size)
             with self._hold_head(blocks, kv_head):
                 out[first:last] = own.k[self._slots(blocks, kv_head), kv_head].flatten(0, 1)[: last - first]
-        return out
+        return self.format.decode(out, self.format.k)
 
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         own, size = self._paged, self.block_size
         index = positions.long()
         block, offset = (index // size).cpu().numpy(), index % size
         wanted = np.unique(block)
-        k, v = (part.new_empty(index.numel(), self.head_dim) for part in (own.k, own.v))
+        k, v = (part.new_empty(index.numel(), part.shape[-1]) for part in (own.k, own.v))
         for first in range(0, len(wanted), self.piece_blocks):
             some = wanted[first : first + self.piece_blocks]
             with self._hold_head(some, kv_head):
                 if len(some) == len(wanted):
                     slots = self._slots(block, kv_head)
-                    return own.k[slots, kv_head, offset], own.v[slots, kv_head, offset]
+                    return self._rows(own.k[slots, kv_head, offset], own.v[slots, kv_head, offset])
                 found = np.nonzero((block >= some[0]) & (block <= some[-1]))[0]
                 here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found], kv_head)
                 k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
-        return k, v
+        return self._rows(k, v)
 
     def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         return None  # blocks come in piece by piece
@@ -190,7 +190,7 @@ class TieredView(KVView):
         if not 0 <= start <= stop <= self.length:
             raise SaccadeError(f"positions {start}..{stop} do not lie within the {self.length} stored tokens")
         size = self.block_size
-        out = pool.new_empty(self.kv_heads, stop - start, self.head_dim)
+        out = pool.new_empty(self.kv_heads, stop - start, pool.shape[-1])
         for blocks in self._pieces(start, stop):
             first, last = max(start, int(blocks[0]) * size), min(stop, (int(blocks[-1]) + 1) * size)
             with self.hold(blocks):

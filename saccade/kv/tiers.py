@@ -53,7 +53,7 @@ class Tiers(Lodging):
         self._turn = Replacement(pool.storage.num_blocks, policy)
         self._offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
-        pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
+        pool.storage.k[self.guard].fill_(float("nan") if debug and pool.storage.k.is_floating_point() else 0.0)
         pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
         self._batch = max(1, min(RECORD * pool.rows // pool.format.block_bytes, self.slots // 8))
 

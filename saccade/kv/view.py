@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.kv import rows
+from saccade.kv import rows as by_torch
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.format import KVFormat
 from saccade.kv.paged import Paged
+from saccade.kv.row_formats import AUTO, RowFormat
 from saccade.kv.rows import RowMover
 from saccade.kv.storage import KVStorage
 from saccade.kv.summaries import summarize_view
@@ -35,7 +36,7 @@ class KVView:
         self,
         paged: Paged,
         summaries: Callable[[str, int], KeptSummaries] | None = None,
-        mover: RowMover = rows,
+        mover: RowMover = by_torch,
         gaps: bool = False,
     ) -> None:
         table = paged.block_table  # kernels read it by address
@@ -53,8 +54,10 @@ class KVView:
         self._paged, self._summaries, self._mover, self._gaps = paged, summaries, mover, gaps
 
     @classmethod
-    def from_tensors(cls, k: Tensor, v: Tensor, block_size: int = 32, shuffle_seed: int | None = None) -> KVView:
-        """Page contiguous ``k``, ``v`` [kv_heads, n, head_dim] into storage of their own.
+    def from_tensors(
+        cls, k: Tensor, v: Tensor, block_size: int = 32, shuffle_seed: int | None = None, rows: RowFormat = AUTO
+    ) -> KVView:
+        """Page contiguous ``k``, ``v`` [kv_heads, n, head_dim] into storage of their own, stored as ``rows``.
 
         ``shuffle_seed`` scatters the blocks over the storage, as an engine under load would.
         """
@@ -63,7 +66,7 @@ class KVView:
                 f"k and v must both be [kv_heads, n, head_dim], got {tuple(k.shape)} and {tuple(v.shape)}"
             )
         kv_heads, length, head_dim = k.shape
-        own = KVFormat(k.dtype, kv_heads, head_dim, block_size)
+        own = KVFormat(k.dtype, kv_heads, head_dim, block_size, rows, rows)
         storage = KVStorage(own, own.blocks(length), k.device)
         table = torch.arange(storage.num_blocks, dtype=torch.int32, device="cpu")
         if shuffle_seed is not None:
@@ -137,11 +140,16 @@ class KVView:
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of keys ``start .. stop - 1``: [kv_heads, stop - start, head_dim]."""
-        return self._span(self._paged.k, start, stop)
+        return self.format.decode(self._span(self._paged.k, start, stop), self.format.k)
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of values ``start .. stop - 1``."""
-        return self._span(self._paged.v, start, stop)
+        return self.format.decode(self._span(self._paged.v, start, stop), self.format.v)
+
+    def stored(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values ``start .. stop - 1`` as they are stored, which :meth:`write` takes too: contiguous copies
+        [kv_heads, stop - start, width]."""
+        return self._span(self._paged.k, start, stop), self._span(self._paged.v, start, stop)
 
     def head_keys(self, kv_head: int, stop: int) -> Tensor:
         """Contiguous copy of one KV head's first ``stop`` keys: [stop, head_dim]."""
@@ -149,7 +157,7 @@ class KVView:
         if self._gaps:
             self._require(table, 0, stop)
         slots = table[: self.format.blocks(stop)].long()
-        return self._paged.k[slots, kv_head].flatten(0, 1)[:stop]
+        return self.format.decode(self._paged.k[slots, kv_head].flatten(0, 1)[:stop], self.format.k)
 
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one KV head at int positions [m]: two [m, head_dim]."""
@@ -157,7 +165,7 @@ class KVView:
         slots, offsets = self._table(kv_head)[index // self.block_size].long(), index % self.block_size
         if self._gaps and (slots < 0).any():
             raise SaccadeError("keys of a block that is not resident were asked for: admit it first")
-        return own.k[slots, kv_head, offsets], own.v[slots, kv_head, offsets]
+        return self._rows(own.k[slots, kv_head, offsets], own.v[slots, kv_head, offsets])
 
     def summary(self, kind: str, block_size: int) -> Tensor:
         """Summary of every *full* block of ``block_size`` tokens: [full, parts, kv_heads, head_dim], fp32 or the keys'
@@ -192,6 +200,10 @@ class KVView:
         missing = (table[..., start // self.block_size : self.format.blocks(stop)] < 0).any()
         if missing:
             raise SaccadeError(f"positions {start}..{stop} lie in a block that is not resident: admit it first")
+
+    def _rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stored keys and values."""
+        return self.format.decode(k, self.format.k), self.format.decode(v, self.format.v)
 
     def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
         own = self._paged

@@ -99,7 +99,7 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None = None) -> str | N
         native is not None
         and not kv.in_pieces
         and q.dtype in STORAGE
-        and q.dtype == keys.dtype
+        and q.dtype == layout.dtype
         and q.device.type == keys.device.type == "cpu"
         and q.shape[-1] == layout.head_dim
         and layout.head_dim % 16 == 0
@@ -124,8 +124,8 @@ def _unread(q: Tensor, paged: Paged) -> str:
         return why_unavailable()
     if q.device.type != "cpu" or keys.device.type != "cpu":
         return f"q lies on {q.device} and the keys on {keys.device}, its kernels run on the CPU"
-    if q.dtype not in STORAGE or q.dtype != keys.dtype:
-        return f"its kernels read float32 or bfloat16, queries and keys alike; got {q.dtype} and {keys.dtype}"
+    if q.dtype not in STORAGE or q.dtype != layout.dtype:
+        return f"its kernels read float32 or bfloat16, queries and keys alike; got {q.dtype} and {layout.dtype}"
     if q.shape[-1] != layout.head_dim or layout.head_dim % 16 or layout.head_dim > MAX_HEAD_DIM:
         return (
             f"its kernels read a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}; got {q.shape[-1]} and "

@@ -20,7 +20,7 @@ LONGEST = 256  # keys of a block
 
 def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     """See RowMover."""
-    if not rows.is_cpu or filler(rows, kind, block_size) is None:
+    if not rows.is_cpu or filler(rows.dtype, kind, block_size) is None:
         return None
     rows = rows.contiguous()
     heads, count, head_dim = rows.shape
@@ -43,13 +43,20 @@ def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     return made
 
 
-def filler(pool: Tensor, kind: str, block_size: int) -> Filler | None:
+def filler(dtype: torch.dtype, kind: str, block_size: int) -> Filler | None:
     """See RowMover."""
-    return fill_summaries if kind in KINDS and block_size <= LONGEST and pool.dtype in STORAGE else None
+    return fill_summaries if kind in KINDS and block_size <= LONGEST and dtype in STORAGE else None
 
 
 def fill_summaries(
-    pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+    pool: Blocks,
+    dtype: torch.dtype,
+    tables: Tensor,
+    kind: str,
+    block_size: int,
+    first: int,
+    last: int,
+    out: Sequence[Tensor],
 ) -> None:
     """See kv.rows.Filler. ValueError where a block is in no slot."""
     k, v = pool
@@ -67,7 +74,7 @@ def fill_summaries(
             layers=layers,
             layer_stride=layer_stride,
         ),
-        pool_of(k, v),
+        pool_of(k, v, dtype),
         native.BlockTable(slots=tables.data_ptr(), head_stride=0 if heads == 1 else head_stride, blocks=blocks),
         [one.data_ptr() for one in out],
     )

@@ -95,13 +95,21 @@ class PlannedRow(NamedTuple):
 
 class PlannedRows:
     """Rows of a step whose readings are known for all layers before it runs; there is at least one. They lie in pools
-    ``k``, ``v`` [slots, kv_heads, block_size, head_dim]. ``own_products``: the layer's products on few rows are kernels
-    of the same threads, which then stay awake for them. SaccadeError where a row's block is in no slot."""
+    ``k``, ``v`` [slots, kv_heads, block_size, width] of rows of ``dtype``, by default the pools' own. ``own_products``:
+    the layer's products on few rows are kernels of the same threads, which then stay awake for them. SaccadeError where
+    a row's block is in no slot."""
 
-    def __init__(self, rows: Sequence[PlannedRow], k: Tensor, v: Tensor, own_products: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Sequence[PlannedRow],
+        k: Tensor,
+        v: Tensor,
+        own_products: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._rows, self._pools = rows, (k, v)  # the calls hold addresses
         self._own_products = own_products
-        self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype))
+        self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype), dtype or k.dtype)
         layers, units = rows[0].table.shape[0], max([_units(row) for row in rows])
         self._used = torch.zeros(len(rows), layers, units, dtype=torch.int64)
         self._coverage = torch.ones(len(rows), layers, units)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.format import KVFormat
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops import cpu, debug
 from saccade.ops.cpu_structs import STORAGE, check_length, keys_of, native, pool_of
@@ -30,10 +32,10 @@ def serves(q: Tensor, kv: KVView, backend: str) -> str | None:
     return cpu.serves(q, kv)
 
 
-def stores(k_pool: Tensor, backend: str) -> bool:
+def stores(pool: Tensor, layout: KVFormat, backend: str) -> bool:
     """Whether rows can be stored in this pool without torch, on this backend."""
-    kernels = backend in ("auto", "cpu") and cpu.available() and k_pool.is_cpu
-    return kernels and k_pool.dtype in STORAGE and k_pool.shape[3] % 16 == 0 and k_pool.shape[3] <= cpu.MAX_HEAD_DIM
+    kernels = backend in ("auto", "cpu") and cpu.available() and pool.is_cpu
+    return kernels and layout.dtype in STORAGE and layout.head_dim % 16 == 0 and layout.head_dim <= cpu.MAX_HEAD_DIM
 
 
 def serves_row(kv: KVView, selection: Selection) -> str | None:
@@ -109,22 +111,22 @@ def attend_calls(
     )
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[0])
     threads = max(1, torch.get_num_threads() if threads is None else threads)
-    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool), queries, calls, written)
+    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool, q.dtype), queries, calls, written)
     return lse
 
 
 def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Sequence[Place]) -> None:
-    """Copy rows of ``k``, ``v`` [kv_heads, n, head_dim] to their places in pools [slots, kv_heads, block_size,
-    head_dim] of their dtype. SaccadeError unless the last axis of k and v is contiguous and their strides are equal."""
+    """Copy rows of ``k``, ``v`` [kv_heads, n, head_dim] to their places in pools [slots, kv_heads, block_size, width]
+    of rows of their dtype. SaccadeError unless the last axis of k and v is contiguous and their strides are equal."""
     if k.stride() != v.stride() or k.stride(2) != 1:
         raise SaccadeError(
             f"k and v need equal strides and channels that lie together, got {k.stride()} and {v.stride()}; make both "
             "contiguous()"
         )
-    checked("k_pool", k_pool, k.dtype)
-    checked("v_pool", v_pool, v.dtype)
+    checked("k_pool", k_pool, format_of(k_pool).dtype(k.dtype))
+    checked("v_pool", v_pool, format_of(v_pool).dtype(v.dtype))
     head_stride, row_stride, _ = k.stride()
     rows = native.NewRows(
         k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]
     )
-    native.store_rows(pool_of(k_pool, v_pool), rows, places)
+    native.store_rows(pool_of(k_pool, v_pool, k.dtype), rows, places)

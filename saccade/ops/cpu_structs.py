@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView, Paged
 from saccade.selection import Band, Blocks, Lines, Selection, Shape
 
@@ -41,17 +42,20 @@ def address(tensor: Tensor | None) -> int:
     return tensor.data_ptr()
 
 
-def pool_of(k: Tensor, v: Tensor) -> Any:
-    """Keys and values of all slots, contiguous [slots, kv_heads, block_size, head_dim] each."""
-    slots, kv_heads, block_size, head_dim = k.shape
+def pool_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Any:
+    """Keys and values of all slots, contiguous [slots, kv_heads, block_size, width] each: rows of ``dtype``, however
+    they are stored."""
+    slots, kv_heads, block_size, width = k.shape
+    rows = format_of(k)
     return native.Pool(
         k=k.data_ptr(),
         v=v.data_ptr(),
         slots=slots,
         kv_heads=kv_heads,
         block_size=block_size,
-        head_dim=head_dim,
-        storage=STORAGE[k.dtype],
+        head_dim=rows.head_dim(width),
+        storage=STORAGE[dtype],
+        format=rows.number,
     )
 
 
@@ -132,7 +136,7 @@ class Call:
         self.q, self._strides, self._tensors = q, strides, paged
         self.kv, self.shape, self.scale, self.softcap = kv, shape, scale, softcap
         self.threads = max(1, torch.get_num_threads() if threads is None else threads)
-        self.pool, self.table = pool_of(paged.k, paged.v), table_of(paged.block_table)
+        self.pool, self.table = pool_of(paged.k, paged.v, paged.format.dtype), table_of(paged.block_table)
 
     def queries(self, start: int = 0, stop: int = 1) -> Any:
         """Query rows ``start .. stop - 1``."""

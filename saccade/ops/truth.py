@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.row_formats import RowFormat
 from saccade.kv.view import KVView
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import ALL_KEYS, Call, band_keys, native
@@ -97,12 +98,16 @@ def by_torch(
     places = slots * own.format.kv_heads + kv_head  # of single heads' parts of blocks
     keys, values = own.k.flatten(0, 1), own.v.flatten(0, 1)
     group, width = query.shape
-    rows = _room("rows", (step, size, width), own.k)
+    room = _room("rows", (step, *own.k.shape[2:]), own.k)
+
+    def read(pool: Tensor, chosen: Tensor, rows: RowFormat) -> Tensor:
+        return own.format.decode(torch.index_select(pool, 0, chosen, out=room[: len(chosen)]).flatten(0, 1), rows)
+
     exact = _room("exact", (step * size, width), query)
     scores = _room("scores", (group, len(places) * size), query)
     for at, chosen in zip(range(0, len(places) * size, step * size), places.split(step)):
         part = exact[: len(chosen) * size]
-        part.copy_(torch.index_select(keys, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1))
+        part.copy_(read(keys, chosen, own.format.k))
         scores[:, at : at + len(part)] = query @ part.T
     scores = scores[:, :count]
     if softcap is not None:
@@ -114,7 +119,7 @@ def by_torch(
     ones = query.new_ones(width)
     for chosen, weight in zip(places.split(step), weights.split(step * size, 1)):
         part = exact[: weight.shape[1]]
-        part.copy_(torch.index_select(values, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1)[: len(part)])
+        part.copy_(read(values, chosen, own.format.v)[: len(part)])
         out += weight @ part
         norm += weight @ torch.mv(part.square_(), ones).sqrt_()  # a product is faster than a norm
     return Truth(out, lse, norm)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from saccade.ops.triton.common import cap_logits, pool_rows
+from saccade.ops.triton.readers import load_keys, load_values
 
 MERGED: tl.constexpr = tl.constexpr(8)  # partial results that are merged in one go
 
@@ -50,9 +51,8 @@ def attend_piece(
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     for turn in tl.range(0, tiles):
         there = seen[:, None] & (channel[None, :] < D)
-        offset = row[:, None] * D + channel[None, :]
-        k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
+        v = load_values(v_pool, row[:, None], channel[None, :], there, D)
         valid = seen
         # Computed anew: the compiler overlaps no tiles where a mask is handed on through two turns.
         seen = _number_at(turn + 1, plain, begins, more, TILE) < tl.where(turn + 1 < plain, ends, upto)

@@ -37,6 +37,7 @@ from saccade.ops.triton.common import (
     precision,
 )
 from saccade.ops.triton.common import processors as processors_of
+from saccade.ops.triton.readers import load_keys
 
 HELD = 1 << 14  # scores of a program's heads that one program holds and chooses from
 FUSED = 1 << 13  # of these scores where attention is in the same launch
@@ -309,7 +310,7 @@ def _score(
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
         there = (number < length)[:, None] & (channel[None, :] < D)
-        k = tl.load(k_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
         here = number
         number += parts * KEYS
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)

@@ -12,6 +12,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import pad, pool_rows, precision
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape
 
 # The fastest of nine on a Hopper GPU at 32K and 128K keys; they fit other GPUs' shared memory.
@@ -66,8 +67,8 @@ def mean_tail(
     """Mean key of the block from ``begin`` on, which ends at ``k_len``: fp32 [D_PAD]."""
     key, channel = begin + tl.arange(0, SIZE), tl.arange(0, D_PAD)
     there = key < k_len
-    at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-    keys = tl.load(k_pool + at, mask=there[:, None] & (channel < D)[None, :], other=0.0).to(tl.float32)
+    at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
+    keys = load_keys(k_pool, at, channel[None, :], there[:, None] & (channel < D)[None, :], D).to(tl.float32)
     return tl.sum(keys, 0) / tl.maximum(k_len - begin, 1)
 
 

@@ -259,7 +259,7 @@ class Labels(MethodState):
             range=address(self._range),
             frame=address(frame),
         )
-        cpu.kernels().label_keys(pool_of(paged.k, paged.v), table_of(paged.block_table), wanted)
+        cpu.kernels().label_keys(pool_of(paged.k, paged.v, paged.format.dtype), table_of(paged.block_table), wanted)
         self.length = kv.length
 
     def _serves(self, of: Tensor) -> str | None:

@@ -19,6 +19,7 @@ from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
 from saccade.ops.triton.radix_select import taken_of
+from saccade.ops.triton.readers import load_values
 
 KEYS = 32  # whose values are read in one go
 USUAL = 1 << 13  # candidates
@@ -267,7 +268,7 @@ def _read(
     for _ in tl.range(split, tl.cdiv(count, KEYS), splits):
         # Where the next values lie is looked up while these are on their way.
         there = (number < count)[:, None] & (channel < D)[None, :]
-        v = tl.load(v_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+        v = load_values(v_pool, place[:, None], channel[None, :], there, D)
         seen = number[None, :] < reads[:, None]
         logit = tl.load(lines + number[None, :], mask=seen, other=float("-inf"))
         gain = tl.sum(tl.exp2(logit - top[:, None]) * share[:, None], 0) - even  # before the tables' scale is known

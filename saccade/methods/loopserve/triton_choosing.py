@@ -14,6 +14,7 @@ from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.radix_select import taken_of
+from saccade.ops.triton.readers import load_keys
 
 KEYS = 64  # scored in one go
 SPLITS = 16  # parts of the keys over which rows' log-sum-exps are found
@@ -101,10 +102,8 @@ def _row_logs(
             for part in tl.range(split, tl.cdiv(length, KEYS), SPLITS):
                 key = part * KEYS + tl.arange(0, KEYS)
                 at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
-                k = tl.load(
-                    k_pool + at[:, None] * D + channel[None, :],
-                    mask=(key < length)[:, None] & (channel < D)[None, :],
-                    other=0.0,
+                k = load_keys(
+                    k_pool, at[:, None], channel[None, :], (key < length)[:, None] & (channel < D)[None, :], D
                 )
                 score = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
                 seen = (key[None, :] <= position[:, None]) & real[:, None]
@@ -157,10 +156,8 @@ def _line_sums(
             for part in tl.range(tl.program_id(0), tl.cdiv(length - 1, KEYS), tl.num_programs(0)):
                 key = part * KEYS + tl.arange(0, KEYS)
                 at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
-                k = tl.load(
-                    k_pool + at[:, None] * D + channel[None, :],
-                    mask=(key < length)[:, None] & (channel < D)[None, :],
-                    other=0.0,
+                k = load_keys(
+                    k_pool, at[:, None], channel[None, :], (key < length)[:, None] & (channel < D)[None, :], D
                 )
                 total = tl.zeros([KEYS], tl.float32)
                 for tile in tl.range(0, TILES):
@@ -185,11 +182,8 @@ def _line_sums(
                     key = position - distance
                     there = key >= 0
                     at = pool_rows(table, key, there, unit, KV_HEADS, PAGE)
-                    k = tl.load(
-                        k_pool + at[:, None] * D + channel[None, :],
-                        mask=there[:, None] & (channel < D)[None, :],
-                        other=0.0,
-                    )
+                    inside = there[:, None] & (channel < D)[None, :]
+                    k = load_keys(k_pool, at[:, None], channel[None, :], inside, D)
                     head = unit * PER + member
                     q = tl.load(
                         queries + ((position % every) * HEADS + head).to(tl.int64)[:, None] * D + channel[None, :],

@@ -24,6 +24,7 @@ from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_ro
 from saccade.ops.triton.fp8_tiles import pack_keys, pack_queries, width_of
 from saccade.ops.triton.pages import LONG, gather
 from saccade.ops.triton.reach import NO_BAR, reach, room
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
 
@@ -211,8 +212,8 @@ def _weigh(
             )
             key = tile * STRIDE + step
             there = key < k_len
-            at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-            k = tl.load(k_pool + at, mask=there[:, None] & (channel[None, :] < D), other=0.0)
+            at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
+            k = load_keys(k_pool, at, channel[None, :], there[:, None] & (channel[None, :] < D), D)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
         _keep(
             summed, weights, tl.program_id(2), tl.program_id(1) * ROWS, tl.program_id(0) * KEYS, q_start, q_len, k_len,

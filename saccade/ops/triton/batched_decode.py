@@ -21,6 +21,7 @@ from saccade.ops.triton.block_summaries import parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import best_of
+from saccade.ops.triton.readers import load_keys, store_rows
 from saccade.selection.readings import Choice
 
 
@@ -179,17 +180,16 @@ def _append(
         real = channel < D
         k = tl.load(k_new + row.to(tl.int64) * k_row + kv_head * k_head + channel, mask=real, other=0.0)
         v = tl.load(v_new + row.to(tl.int64) * v_row + kv_head * v_head + channel, mask=real, other=0.0)
-        slot = tl.load(table + at // PAGE).to(tl.int64)
-        place = ((slot * KV_HEADS + kv_head) * PAGE + at % PAGE) * D + channel
+        place = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
         k = k.to(k_pool.dtype.element_ty)
-        tl.store(k_pool + place, k, mask=real)
-        tl.store(v_pool + place, v.to(v_pool.dtype.element_ty), mask=real)
+        store_rows(k_pool, place, channel, k, real, D)
+        store_rows(v_pool, place, channel, v.to(v_pool.dtype.element_ty), real, D)
         if SIZE > 0:  # noqa: SIM102 (without summaries the rest must not be compiled)
             if length % SIZE == 0:
                 key = at - SIZE + 1 + tl.arange(0, SIZE)
                 before = key < at  # the new key is at hand; reading it back would need a barrier
-                offset = pool_rows(table, key, before, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-                keys = tl.load(k_pool + offset, mask=before[:, None] & real[None, :], other=0.0)
+                behind = pool_rows(table, key, before, kv_head, KV_HEADS, PAGE)[:, None]
+                keys = load_keys(k_pool, behind, channel[None, :], before[:, None] & real[None, :], D)
                 keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
                 high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
                 PARTS: tl.constexpr = 1 if MEAN else 2

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.row_words import KeyWords
-from saccade.ops.triton.common import also, begin, launched, pad, processors
+from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, processors
 from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.readers import load_keys
 from saccade.ops.triton.state_words import places
 from saccade.selection.readings import Choice
 
@@ -95,10 +96,9 @@ def _put_label(
     """Label the key at position ``at``; ``table`` and ``own``: the row's KV head's slots, and its words."""
     first, second, even, odd = channel_numbers(own, kv_head, COUNT, HALF)
     room = tl.load(own + W.room)
-    slot = tl.load(table + at // PAGE)
-    key = k_pool + ((slot.to(tl.int64) * KV_HEADS + kv_head) * PAGE + at % PAGE) * D
-    one = tl.load(key + first, mask=even, other=0.0).to(tl.float32)
-    two = tl.load(key + second, mask=odd, other=0.0).to(tl.float32)
+    row = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
+    one = load_keys(k_pool, row, first, even, D).to(tl.float32)
+    two = load_keys(k_pool, row, second, odd, D).to(tl.float32)
     plane = tl.arange(0, HALF)
     if FRAMED:
         frame = tl.load(own + W.frame)

@@ -13,6 +13,7 @@ from saccade.ops.triton.batched_best import parts_of
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.readers import load_keys
 
 KEYS, WARPS, STAGES = 64, 4, 3  # keys scored in one go
 BUSY = 16  # programs for each processor
@@ -140,7 +141,7 @@ def _score(
         weight = tl.zeros([PER_PAD], tl.float32)
         for _ in tl.range(split, tiles, tl.num_programs(0)):
             there = (number < count)[:, None] & (channel[None, :] < D)
-            k = tl.load(k_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+            k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
             here = number
             number += hop
             place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)

@@ -9,6 +9,7 @@ from torch import Tensor
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.readers import load_keys
 
 KEYS = 64
 
@@ -101,7 +102,7 @@ def _weigh(
         number = after
         valid = number < count
         there = valid[:, None] & (channel[None, :] < D)
-        k = tl.load(k_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
         after += hop
         place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.kv.paged import Paged
 from saccade.kv.summaries import PARTS, kept_dtype
 from saccade.ops.triton.common import pad, pool_rows
+from saccade.ops.triton.readers import load_keys
 
 MEANS = ("mean", "stored_mean", "mean_value")
 LONGEST = 128  # keys of a block: more do not fit a program
@@ -61,8 +62,8 @@ def _summarize(
     key = (first + block) * SIZE + tl.arange(0, SIZE)
     channel = tl.arange(0, D_PAD)
     real = channel < D
-    offset = pool_rows(table + head * table_head, key, key >= 0, head, HEADS, PAGE)[:, None] * D + channel[None, :]
-    keys = tl.load(k_pool + offset, mask=(key >= 0)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    place = pool_rows(table + head * table_head, key, key >= 0, head, HEADS, PAGE)[:, None]
+    keys = load_keys(k_pool, place, channel[None, :], (key >= 0)[:, None] & real[None, :], D).to(tl.float32)
     high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
     to = made + (block * PARTS * HEADS + head) * D + channel
     tl.store(to, high.to(made.dtype.element_ty), mask=real)

@@ -17,6 +17,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import LOG2E, arrivals, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.line_sums import rows_of
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape
 
 BLOCKS_EACH = 16  # most key blocks one program reads with the same queries at hand
@@ -114,11 +115,11 @@ def _read_block(
     row, within, channel = tl.arange(0, SIZE), tl.arange(0, SIZE), tl.arange(0, D_PAD)
     key = at * SIZE + within
     there = (key < visible) if MASKED else (key >= 0)
-    from_pool = k_pool + pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+    place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
     if MASKED or D < D_PAD:
-        k = tl.load(from_pool, mask=there[:, None] & (channel[None, :] < D), other=0.0)
+        k = load_keys(k_pool, place, channel[None, :], there[:, None] & (channel[None, :] < D), D)
     else:
-        k = tl.load(from_pool)
+        k = load_keys(k_pool, place, channel[None, :], None, D)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     if MASKED:
         scores = tl.where(key[None, :] <= first + row[:, None], scores, float("-inf"))

@@ -110,8 +110,12 @@ def also(mask, condition):
 
 @triton.jit
 def pool_rows(table, positions, valid, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Row numbers, int64, of one KV head's ``positions`` in a pool seen as [slots * KV_HEADS * PAGE, head_dim]."""
-    slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)
+    """Row numbers, int64, of one KV head's ``positions`` in a pool seen as [slots * KV_HEADS * PAGE, head_dim];
+    ``valid`` None: all are."""
+    if valid is None:
+        slots = tl.load(table + positions // PAGE).to(tl.int64)
+    else:
+        slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)
     return (slots * KV_HEADS + kv_head) * PAGE + positions % PAGE
 
 

@@ -21,6 +21,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.merge import merge
+from saccade.ops.triton.readers import load_keys, load_values
 
 
 @dataclass(frozen=True)
@@ -268,9 +269,8 @@ def _decode(
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
         there = seen[:, None] & (channel[None, :] < D)
-        offset = row[:, None] * D + channel[None, :]
-        k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
+        v = load_values(v_pool, row[:, None], channel[None, :], there, D)
         valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)

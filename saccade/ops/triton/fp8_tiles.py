@@ -16,6 +16,7 @@ from saccade.ops.fp8 import E4M3, LARGEST, LEAST
 from saccade.ops.fp8_tiles import SAMPLES
 from saccade.ops.triton.common import pad, pool_rows
 from saccade.ops.triton.fp8 import scaled
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape
 
 MULTIPLE = 128  # of bytes, which a tile's row is filled up to with zeros
@@ -112,8 +113,8 @@ def _centre(
         place = start + tl.arange(0, KEYS)
         inside = place < count
         key = (place.to(tl.int64) * k_len // count).to(tl.int32)
-        at = pool_rows(table, key, inside, head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-        x = tl.load(k_pool + at, mask=inside[:, None] & (channel < D)[None, :], other=0.0)
+        at = pool_rows(table, key, inside, head, KV_HEADS, PAGE)[:, None]
+        x = load_keys(k_pool, at, channel[None, :], inside[:, None] & (channel < D)[None, :], D)
         total += tl.sum(x.to(tl.float32), 0)
     mean = total / count
     mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
@@ -136,14 +137,16 @@ def _pack(
     within, channel = tl.arange(0, STRIDE), tl.arange(0, D_PAD)
     row = begin + tile[:, None] * STRIDE + within[None, :]
     there = (row >= 0) & (row < count)
+    real = there[:, :, None] & (channel < D)[None, None, :]
     if PAGED:
-        at = pool_rows(table + head.to(tl.int64) * table_head, row, there, head, KV_HEADS, PAGE) * D
+        at = pool_rows(table + head.to(tl.int64) * table_head, row, there, head, KV_HEADS, PAGE)
+        x = load_keys(rows, at[:, :, None], channel[None, None, :], real, D)
         step = within
     else:
         at = head.to(tl.int64) * q_head + row.to(tl.int64) * q_row
+        x = tl.load(rows + at[:, :, None] + channel[None, None, :], mask=real, other=0.0)
         step = STRIDE - 1 - within
-    real = there[:, :, None] & (channel < D)[None, None, :]
-    x = tl.load(rows + at[:, :, None] + channel[None, None, :], mask=real, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
     if CENTRED:
         middle = tl.load(centre + head * D + channel, mask=channel < D, other=0.0)
         x = tl.where(real, x - middle[None, None, :], 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape
 
 MOST_BYTES = 1 << 30  # of weights laid down by distance at once
@@ -98,7 +99,7 @@ def _logits(
     channel = tl.arange(0, D_PAD)
     valid = key < visible
     at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    k = tl.load(k_pool + at[:, None] * D + channel[None, :], mask=valid[:, None] & (channel[None, :] < D), other=0.0)
+    k = load_keys(k_pool, at[:, None], channel[None, :], valid[:, None] & (channel[None, :] < D), D)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     row = tl.arange(0, SIZE)
     seen = (key[None, :] <= first + row[:, None]) & (row < rows)[:, None] & (key >= begin)[None, :]

@@ -21,6 +21,7 @@ from saccade.ops.triton import line_blocks
 from saccade.ops.triton.choose import lists_of
 from saccade.ops.triton.common import LN2, LOG2E, also, cap_logits, pad, pool_rows, precision
 from saccade.ops.triton.pages import LONG, gather
+from saccade.ops.triton.readers import load_keys, load_values
 from saccade.selection import Lines
 from saccade.selection.window import Cone
 
@@ -182,16 +183,15 @@ def _line_step(
         row = kv_head.to(tl.int64) * limit + key
     else:
         row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    at = row[:, None] * D + channel[None, :]
     there = valid[:, None] & (channel[None, :] < D)
-    k = tl.load(k_pool + at, mask=there, other=0.0)
+    k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     scores = tl.where(seen & valid[None, :], scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - anchor)
     p = tl.exp2(scores - anchor[:, None])
-    v = tl.load(v_pool + at, mask=there, other=0.0)
+    v = load_values(v_pool, row[:, None], channel[None, :], there, D)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, weight * shrink + tl.sum(p, 1), higher
 

@@ -15,6 +15,7 @@ from saccade.kv.paged import Paged
 from saccade.kv.rows import filler, summarize_rows
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
+from saccade.ops.triton.readers import load_keys, store_rows
 
 __all__ = [
     "copy_blocks",
@@ -211,9 +212,9 @@ def _move(
     channel = tl.arange(0, WIDTH)[None, :]
     row = block.to(tl.int64) * SIZE + within - start
     real = (row >= 0) & (row < count) & (channel < D)
-    paged = pool + ((slot * HEADS + head) * SIZE + within) * D + channel
+    place = (slot * HEADS + head) * SIZE + within
     plain = rows + head * head_stride + row * row_stride + channel
     if STORES:
-        tl.store(paged, tl.load(plain, mask=real, other=0.0).to(pool.dtype.element_ty), mask=real)
+        store_rows(pool, place, channel, tl.load(plain, mask=real, other=0.0).to(pool.dtype.element_ty), real, D)
     else:
-        tl.store(plain, tl.load(paged, mask=real, other=0.0), mask=real)
+        tl.store(plain, load_keys(pool, place, channel, real, D), mask=real)

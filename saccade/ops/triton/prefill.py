@@ -19,6 +19,7 @@ from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.means import Means, mean_steps
 from saccade.ops.triton.pages import LONG, gather, tiles_of
+from saccade.ops.triton.readers import load_keys, load_values
 from saccade.selection import Band, Blocks, Dense, Selection
 
 DENSE, BAND, BLOCKS = 0, 1, 2
@@ -138,14 +139,6 @@ def attend_prefill(
 
 
 @triton.jit
-def _tile(pointers, there, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=there, other=0.0)
-
-
-@triton.jit
 def _step(
     acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
@@ -155,14 +148,13 @@ def _step(
     key = start + tl.arange(0, KEYS)
     channel = tl.arange(0, D_PAD)
     piece = (kv_head * limit + start).to(tl.int32)
-    at = 0
-    there = (key < limit)[:, None] & (channel[None, :] < D)
+    row = 0
+    there = (key < limit)[:, None] & (channel[None, :] < D) if MASKED or D < D_PAD else None
     if COPIED:
         k = k_pool.load([piece, 0])
     else:
-        row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)
-        at = row[:, None] * D + channel[None, :]
-        k = _tile(k_pool + at, there, D == D_PAD and not MASKED)
+        row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)[:, None]
+        k = load_keys(k_pool, row, channel[None, :], there, D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
@@ -179,7 +171,7 @@ def _step(
     if COPIED:
         v = v_pool.load([piece, 0])
     else:
-        v = _tile(v_pool + at, there, D == D_PAD and not MASKED)
+        v = load_values(v_pool, row, channel[None, :], there, D)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, weight, higher
 

@@ -36,6 +36,7 @@ from saccade.ops.triton.common import (
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
+from saccade.ops.triton.readers import load_keys, load_values
 from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
@@ -226,9 +227,8 @@ def _read(
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
             there = valid[:, None] & (channel[None, :] < D)
-            offset = row[:, None] * D + channel[None, :]
-            k = tl.load(k_pool + offset, mask=there, other=0.0)
-            v = tl.load(v_pool + offset, mask=there, other=0.0)
+            k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
+            v = load_values(v_pool, row[:, None], channel[None, :], there, D)
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.

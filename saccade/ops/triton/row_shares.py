@@ -21,6 +21,7 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather, tiles_of
 from saccade.ops.triton.reach import MOST_BYTES, reach, room
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
 LONG = 8192  # rows from which on a copy of the keys was measured to pay; not tried for fewer
@@ -164,11 +165,11 @@ def _block_logs(
     else:
         channel = tl.arange(0, D_PAD)
         there = (key < k_len) if MASKED else (key >= 0)
-        place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+        place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
         if MASKED or D != D_PAD:
-            k = tl.load(k_pool + place, mask=there[:, None] & (channel[None, :] < D), other=0.0)
+            k = load_keys(k_pool, place, channel[None, :], there[:, None] & (channel[None, :] < D), D)
         else:
-            k = tl.load(k_pool + place)
+            k = load_keys(k_pool, place, channel[None, :], None, D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0

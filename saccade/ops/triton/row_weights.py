@@ -12,6 +12,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape
 
 ROWS, KEYS = 64, 64  # of a tile
@@ -65,8 +66,8 @@ def _logits(
 ):  # fmt: skip
     """Base-2 logits [rows, keys], -inf where acausal."""
     channel = tl.arange(0, D_PAD)
-    at = pool_rows(table, key, key < n, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-    k = tl.load(k_pool + at, mask=(key < n)[:, None] & (channel < D)[None, :], other=0.0)
+    at = pool_rows(table, key, key < n, kv_head, KV_HEADS, PAGE)[:, None]
+    k = load_keys(k_pool, at, channel[None, :], (key < n)[:, None] & (channel < D)[None, :], D)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     return tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
 

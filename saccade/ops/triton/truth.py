@@ -20,6 +20,7 @@ from saccade.ops.row_words import AuditPlace, TapWords
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages, even_splits
 from saccade.ops.triton.state_words import places as places_of
+from saccade.ops.triton.readers import load_keys, load_values
 
 KEYS = 64  # of a tile, where a head has few bytes
 STAGES = 3  # tiles on their way
@@ -119,10 +120,9 @@ def _parts(
     row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(split, tl.cdiv(length - first, KEYS), splits):
         seen = number < length
-        offset = row_of[:, None] * D + channel[None, :]
         there = seen[:, None] & (channel[None, :] < D)
-        k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        k = load_keys(k_pool, row_of[:, None], channel[None, :], there, D)
+        v = load_values(v_pool, row_of[:, None], channel[None, :], there, D)
         number += splits * KEYS  # looked up while this tile is on its way, as in decode
         row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision
+from saccade.ops.triton.readers import load_keys
 from saccade.selection import Shape, Tokens
 
 KEYS = 64  # scored in one go
@@ -82,7 +83,7 @@ def logits(
     )
     kv_head = program * PER // (HEADS // KV_HEADS)
     row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    k = tl.load(k_pool + row[:, None] * D + channel[None, :], mask=valid[:, None] & (channel[None, :] < D), other=0.0)
+    k = load_keys(k_pool, row[:, None], channel[None, :], valid[:, None] & (channel[None, :] < D), D)
     return cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
 
 

@@ -1,0 +1,299 @@
+"""Keys and values in 8 bits: what is stored, and that all that reads it computes what it computes of the values that
+the codes stand for, held in a plain pool."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_helpers import GREEDY, tokens
+from helpers import KINDS, brute_force, generator, planted_heads, random_selection
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SaccadeError, SamplingParams
+from saccade.engine.config import EngineConfig
+from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
+from saccade.kv.row_formats import AUTO, INT8, RowFormat
+from saccade.kv.saved import SavedKV, load_kv, save_kv
+from saccade.methods.labels.store import Labels
+from saccade.ops import Call, cpu, cpu_rows, cpu_sums, run
+from saccade.ops.movers import row_mover
+from saccade.ops.scores import antidiagonal_shares, line_sums, row_logits
+from saccade.ops.truth import by_torch, group_truth
+from saccade.pools import make_pool
+from saccade.selection import Dense, Shape
+
+DTYPES = torch.float32, torch.bfloat16
+CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    return INT8.decode(INT8.encode(rows, torch.int8), rows.dtype)
+
+
+def adversarial(dtype: torch.dtype, head_dim: int = 64) -> torch.Tensor:
+    """Rows [n, head_dim]: zeros, ties between codes, one outlier, the smallest and the largest numbers, none at all."""
+    rows = torch.randn(12, head_dim, generator=generator(3))
+    rows[0] = 0
+    rows[1] = torch.arange(head_dim) % 5 - 2.5
+    rows[1, 0] = 127.0  # a scale of 1: halves are ties
+    rows[2, 7] = 4e4
+    rows[3] *= 1e-39
+    rows[4] *= 1e-44
+    rows[5] *= 3e37
+    rows[6, 3] = math.inf
+    rows[7, 5] = math.nan
+    rows[8] = -1.0
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_the_nearest_multiples_of_a_127th_of_the_largest_value(dtype):
+    rows = adversarial(dtype)
+    stored = INT8.encode(rows, torch.int8)
+    assert stored.dtype == torch.int8
+    assert stored.shape == (12, 64 + 4) == (12, INT8.width(64))
+    for row, kept in zip(rows.double(), stored):
+        codes, scale = kept[:64].double(), float(kept[64:].contiguous().view(torch.float32))
+        if not row.isfinite().all():
+            assert math.isnan(scale)
+            continue
+        assert scale == pytest.approx(float(row.abs().max()) / 127, rel=1e-6, abs=1e-45)
+        assert codes.abs().max() <= 127
+        if scale > 1e-38:
+            assert ((row - codes * scale).abs() <= scale / 2 * (1 + 1e-5)).all()
+            assert codes.abs().max() == 127
+    read = INT8.decode(stored, dtype)
+    assert read.dtype == dtype
+    assert read[6:8].isnan().all()
+    assert torch.equal(read[0], torch.zeros(64, dtype=dtype))
+    assert torch.equal(read[1, :6], rows[1, :6].float().round())
+    exact = (stored[:, :64].float() * stored[:, 64:].contiguous().view(torch.float32)).to(dtype)
+    assert torch.equal(read.nan_to_num(7), exact.nan_to_num(7))
+    assert torch.equal(INT8.encode(stored, torch.int8), stored)  # what is stored goes back as it is
+
+
+@CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_stores_the_same_bytes(dtype):
+    rows = adversarial(dtype)[None].expand(2, -1, -1)
+    pools = torch.zeros(2, 3, 2, 16, 68, dtype=torch.int8)
+    cpu_rows.store(rows, rows, *pools, [(i, 1, i) for i in range(12)])
+    for pool in pools:
+        assert torch.equal(pool[1, :, :12], INT8.encode(rows, torch.int8))
+        assert not pool[[0, 2]].any()
+        assert not pool[1, :, 12:].any()
+
+
+def views(dtype: torch.dtype, n: int, head_dim: int = 64, heads: int = 8, kv_heads: int = 2):
+    """Queries, and views of int8 rows and of the values that these stand for, in scattered blocks."""
+    q, k, v = (part.to(dtype) for part in planted_heads(heads, kv_heads, n, head_dim, seed=n))
+    v[:, 5] *= 40
+    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=INT8)
+    plain = KVView.from_tensors(rounded(k), rounded(v), 32, shuffle_seed=2)
+    return q, coded, plain
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_give_the_values(dtype):
+    _, coded, plain = views(dtype, 77)
+    assert coded.dtype == dtype
+    assert coded.format.block_bytes == 2 * 2 * 32 * 68
+    assert torch.equal(coded.keys(3, 71), plain.keys(3, 71))
+    assert torch.equal(coded.values(), plain.values())
+    assert torch.equal(coded.head_keys(1, 40), plain.head_keys(1, 40))
+    at = torch.tensor([76, 0, 33, 5])
+    for ours, theirs in zip(coded.take(at, 1), plain.take(at, 1)):
+        assert torch.equal(ours, theirs)
+    coded.write(70, *coded.stored(10, 17))
+    assert torch.equal(coded.keys(70), plain.keys(10, 17))
+    for kind in ("minmax", "cuboid", "mean_value"):
+        assert torch.equal(coded.upto(64).summary(kind, 16), plain.upto(64).summary(kind, 16))
+
+
+@CPU
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compute_what_they_do_of_the_values(dtype, head_dim):
+    """To the bit: decode and prefill of every selection, in calls of few rows and of many."""
+    n = 333
+    q, coded, plain = views(dtype, n, head_dim)
+    rng = generator(0)
+    for rows in (1, 3, 150):
+        shape = Shape.suffix(8, 2, rows, n)
+        for kind in KINDS if rows == 1 else KINDS[:6]:
+            selection = random_selection(kind, shape, 2, rng)
+            ours, theirs = (
+                run(Call.of(q[:, -rows:], view, selection, threads=2), "auto" if kind == "tokens" else "cpu")
+                for view in (coded, plain)
+            )
+            assert torch.equal(ours.out, theirs.out), (kind, rows)
+            assert torch.equal(ours.lse, theirs.lse), (kind, rows)
+
+
+@CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_chooses_reads_the_values_too(dtype):
+    n, scale = 333, 0.125
+    q, coded, plain = views(dtype, n)
+    shape, last = Shape.suffix(8, 2, 70, n), q[:, -1]
+    for make in (
+        lambda view: line_sums(q[:, -70:], view, shape, 20, scale),
+        lambda view: [antidiagonal_shares(q[:, -70:], view, shape, 8, 64, scale)],
+        lambda view: [row_logits(q[:, -70:], view, shape, 1, 3, 9, scale)],
+        lambda view: cpu_sums.line_sums(q[:, -70:], view, shape, 20, scale, None),
+        lambda view: group_truth(last, view, 1, scale=scale),
+        lambda view: by_torch(last[4:], view, 1, scale=scale),
+        lambda view: [labels(view, 4), labels(view, 8)],
+    ):
+        for ours, theirs in zip(make(coded), make(plain), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def labels(view: KVView, bits: int) -> torch.Tensor:
+    made = Labels(torch.arange(0, 64, 4).expand(2, -1).contiguous(), bits)
+    made.extend(view)
+    return made._codes
+
+
+@CPU
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_summaries_of_all_layers_and_heads_with_slots_of_their_own(dtype, apart):
+    sequences = []
+    for rows in (INT8, AUTO):
+        storage = KVStorage(KVFormat(dtype, 2, 64, 16, rows, rows), 40, mover=row_mover(torch.device("cpu")))
+        kv = SequenceKV(BlockManager(storage, 2, heads_apart=apart))
+        kv.reserve(50)
+        for layer in range(2):
+            k, v = torch.randn(2, 2, 50, 64, generator=generator(layer)).to(dtype)
+            k, v = (k, v) if rows is INT8 else (rounded(k), rounded(v))
+            kv.append(layer, k[:, :49], v[:, :49])
+            kv.append(layer, k[:, 49:], v[:, 49:])
+        sequences.append(kv)
+    coded, plain = sequences
+    for layer in range(2):
+        assert torch.equal(coded.view(layer).keys(), plain.view(layer).keys())
+        for kind in ("minmax", "moments", "mean", "mean_value"):
+            assert torch.equal(coded.view(layer).summary(kind, 16), plain.view(layer).summary(kind, 16))
+    saved, child = save_kv(coded), coded.fork()
+    other = load_kv(coded.pool, saved)
+    child.reserve(51)
+    child.append(0, *torch.ones(2, 2, 1, 64, dtype=dtype))
+    for layer in range(2):  # the very bytes
+        for ours, theirs in zip(coded.view(layer).stored(), other.view(layer).stored()):
+            assert ours.dtype == torch.int8
+            assert torch.equal(ours, theirs)
+    with pytest.raises(SaccadeError, match="k_rows='int8', but this storage has 'auto'"):
+        load_kv(plain.pool, saved)
+    with pytest.raises(SaccadeError, match="k_rows=None, but this storage has 'int8'"):
+        load_kv(coded.pool, save_kv(plain))
+    without = SavedKV(saved.tensors, {k: v for k, v in saved.metadata.items() if not k.endswith("_rows")})
+    with pytest.raises(SaccadeError, match="k_rows=None"):
+        load_kv(coded.pool, without)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 30.0])
+def test_attention_stays_within_the_bound(outlier):
+    """A key's logit is off by at most |q|_1 * scale / 2, a value by half its scale; weights by what logits are."""
+    n, d = 200, 64
+    q, k, v = planted_heads(4, 2, n, d)
+    k[..., 9] *= outlier
+    exact, _ = brute_force(q[:, -1:], k, v, torch.ones(1, n, dtype=torch.bool))
+    view = KVView.from_tensors(k, v, rows=INT8)
+    found = run(Call.of(q[:, -1:], view, Dense(Shape.suffix(4, 2, 1, n)))).out.double()
+    off = q[:, -1].abs().sum(-1) * k.abs().amax((1, 2)).repeat_interleave(2) / 127 / 2 * d**-0.5
+    largest = v.abs().amax((1, 2)).repeat_interleave(2).double()
+    bound = largest * (torch.exp(2 * off.double()) - 1) + largest / 127 / 2
+    error = (found - exact).abs().amax((1, 2))
+    assert (error <= bound + 1e-5).all()
+    assert (error > 0).all()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(
+        "llama", tmp_path_factory.mktemp("wide"), max_position_embeddings=1024, head_dim=16, tie_word_embeddings=False
+    )
+
+
+POLICIES = (
+    "dense",
+    "topk(k=24)",
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.6, block_size=16, microbatch=1)",
+    "quest(budget=64, block_size=16)",
+    "lfps(k=32, sinks=4, local=8)",
+    "h2o(budget=64)",
+    "magicpig",
+)
+OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "prefill_chunk": 64, "block_size": 16}
+
+
+def test_engines_answer_as_from_a_plain_pool_of_the_values(model, monkeypatch):
+    """The reference backend from codes, to the bit as from their values; the kernels the same tokens."""
+    ids, asked = random_ids(230, seed=5), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    answers: dict[str, list] = {}
+    for name, options in (
+        ("codes", {"kv_dtype": "int8", "backend": "reference"}),
+        ("kernels", {"kv_dtype": "int8"}),
+        ("values", {"backend": "reference"}),
+        ("plain", {}),
+    ):
+        with monkeypatch.context() as patch, LLM(model, **OPTIONS, **options) as llm:
+            if name == "values":
+                patch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows))
+            answers[name] = [llm.generate(ids, asked, policy=policy)[0].outputs[0] for policy in POLICIES]
+    for policy, codes, kernels, values in zip(POLICIES, answers["codes"], answers["kernels"], answers["values"]):
+        assert codes.token_ids == values.token_ids == kernels.token_ids, policy
+        assert codes.cumulative_logprob == values.cumulative_logprob, policy
+        assert kernels.cumulative_logprob == pytest.approx(codes.cumulative_logprob, abs=2e-3), policy
+    drift = [abs(a.cumulative_logprob - b.cumulative_logprob) for a, b in zip(answers["codes"], answers["plain"])]
+    assert max(drift) > 0  # else nothing was rounded
+
+
+def test_prefixes_batches_and_tiers_change_no_token(model, tmp_path):
+    common = random_ids(160, seed=1)
+    prompts = [common + random_ids(9, seed=seed) for seed in range(3)]
+    with LLM(model, **OPTIONS, kv_dtype="int8", exact=True) as llm:
+        alone = [tokens(llm.generate(ids, GREEDY, policy="psa(epsilon=0.5)")[0]) for ids in prompts]
+        assert [tokens(one) for one in llm.generate(prompts, GREEDY, policy="psa(epsilon=0.5)")] == alone
+    with LLM(model, **OPTIONS, kv_dtype="int8", exact=True, enable_prefix_caching=True) as llm:
+        assert [tokens(llm.generate(ids, GREEDY, policy="psa(epsilon=0.5)")[0]) for ids in prompts] == alone
+    block = KVFormat(torch.float32, 2, 16, 16, INT8, INT8).block_bytes
+    for tier in ({"kv_disk": f"{tmp_path}:8MiB"}, {"kv_host": "8MiB"}):
+        small = OPTIONS | {"kv_memory": 40 * block}
+        with LLM(model, **small, **tier, kv_dtype="int8", exact=True) as llm:
+            assert [tokens(llm.generate(ids, GREEDY, policy="psa(epsilon=0.5)")[0]) for ids in prompts] == alone
+
+
+def test_saved_sessions_hold_the_bytes_or_are_computed_again(model, tmp_path):
+    ids, policy = random_ids(150, seed=9), "psa(epsilon=0.5)"
+    answers = {}
+    with LLM(model, **OPTIONS, kv_dtype="int8") as llm, llm.session(policy=policy) as session:
+        first = session.generate(ids, GREEDY)
+        session.save(tmp_path / "one")
+        answers["going on"] = tokens(session.generate(ids[:20], GREEDY))
+        with llm.restore(tmp_path / "one") as other:
+            again = other.generate(ids[:20], GREEDY)
+            answers["restored"] = tokens(again)
+            assert "computed again" not in str(again.report["notes"])
+            assert len(other.token_ids) == len(ids) + len(tokens(first)) + 20 + 10
+    with LLM(model, **OPTIONS, kv_dtype="auto") as llm, llm.restore(tmp_path / "one") as other:
+        computed = other.generate(ids[:20], GREEDY)
+        assert "k_rows='int8', but this storage has 'auto'" in str(computed.report["notes"])
+    assert answers["restored"] == answers["going on"]
+
+
+def test_what_it_refuses(model):
+    with pytest.raises(SaccadeError, match="kv_dtype='int4' is unknown; known: auto, int8"):
+        EngineConfig(kv_dtype="int4")
+    spec = SimpleNamespace(dtype=torch.bfloat16, kv_heads=2, head_dim=64, layers=3)
+    for device, backend in (("cuda", "auto"), ("cpu", "triton")):
+        there = SimpleNamespace(spec=spec, device=torch.device(device))
+        with pytest.raises(SaccadeError, match=r"kv_dtype='int8': kernels of a GPU .* leave kv_dtype at 'auto', or"):
+            make_pool(EngineConfig(kv_dtype="int8", backend=backend), there, 100)
+    q, coded, _ = views(torch.float32, 40)
+    with pytest.raises(SaccadeError, match="triton"):
+        run(Call.of(q[:, -1:], coded, Dense(Shape.suffix(8, 2, 1, 40))), "triton")
