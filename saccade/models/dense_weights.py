@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
 from saccade.models.identity import tensor_digest
+from saccade.models.llama_weights import Use
 from saccade.ops.matrices import DenseMatrix, Matrix
 
 ARENA_BYTES = 1 << 26
@@ -31,32 +32,22 @@ class SafetensorsWeights:
         self._device, self._dtype, self._digests = device, dtype, digests
         self._arena = Arena(dtype)
 
-    def matrix(self, name: str, bias: bool) -> Matrix:
+    def format(self, name: str) -> type[Matrix]:
         """See ``llama_weights.WeightSource``."""
-        weight = self._stored(f"{name}.weight")
-        if self._device.type == "cpu":
-            moved = self._arena.take(weight)
-            forget_file_pages(weight)
-            weight = moved
-        return DenseMatrix(weight, self._small(f"{name}.bias") if bias else None)
+        return DenseMatrix
 
-    def table(self, name: str) -> Matrix:
-        """See ``llama_weights.WeightSource``. On a CPU it stays in its file, and only what is read takes memory."""
-        return DenseMatrix(self._stored(f"{name}.weight"))
-
-    def vector(self, name: str) -> Tensor:
-        """See ``llama_weights.WeightSource``."""
-        return self._small(f"{name}.weight")
-
-    def _small(self, name: str) -> Tensor:
-        """A copy, by which no file stays mapped."""
-        return self._stored(name).clone()
-
-    def _stored(self, name: str) -> Tensor:
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """See ``llama_weights.WeightSource``. On a CPU a table stays in its file: only what is read takes memory."""
         tensor = self._files[name].get_tensor(name).to(self._dtype)
         if self._digests is not None:
             self._digests[name] = tensor_digest(tensor)
-        return tensor.to(self._device)
+        if self._device.type != "cpu" or use == "table":
+            return tensor.to(self._device)
+        if use == "vector":
+            return tensor.clone()  # by which no file stays mapped
+        moved = self._arena.take(tensor)
+        forget_file_pages(tensor)
+        return moved
 
 
 class Arena:

@@ -12,6 +12,7 @@ from saccade.models.gguf_folder import plain
 from saccade.models.gguf_header import GgufHeader, GgufTensor, read_header
 from saccade.models.gguf_names import FREQUENCIES, name_of, undone
 from saccade.models.identity import tensor_digest
+from saccade.models.llama_weights import Use
 from saccade.ops.block_weights import FORMATS
 from saccade.ops.matrices import DenseMatrix, Matrix
 
@@ -45,21 +46,12 @@ class GgufWeights:
         self._heads, self._kv_heads = heads, kv_heads
         self._device, self._dtype, self._digests = device, dtype, digests
 
-    def matrix(self, name: str, bias: bool) -> Matrix:
+    def format(self, name: str) -> type[Matrix]:
         """See ``llama_weights.WeightSource``."""
-        found, kept = self._tensors[f"{name}.weight"], self._placed(f"{name}.bias") if bias else None
-        return FORMATS.get(found.kind, DenseMatrix).of(self._placed(f"{name}.weight"), kept)
+        return FORMATS.get(self._tensors[name].kind, DenseMatrix)
 
-    def table(self, name: str) -> Matrix:
-        """See ``llama_weights.WeightSource``."""
-        return self.matrix(name, bias=False)
-
-    def vector(self, name: str) -> Tensor:
-        """See ``llama_weights.WeightSource``."""
-        return self._placed(f"{name}.weight")
-
-    def _placed(self, name: str) -> Tensor:
-        """A tensor on the device: uint8 [outputs, bytes] of blocks, or plain numbers."""
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """See ``llama_weights.WeightSource``: uint8 [outputs, bytes] of blocks, or plain numbers."""
         header, found = self._header, self._tensors[name]
         if found.kind in FORMATS:
             rows = math.prod(found.shape[:-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,20 +25,19 @@ MATRICES = {
 }
 
 
+Use = Literal["matrix", "table", "vector"]  # what a step reads of a tensor: all, rows of its tokens, all of a small one
+
+
 class WeightSource(Protocol):
-    """A model's stored weights by transformers' names: ``models.dense_weights``, ``models.gguf_weights``. Each is asked
-    for once, in the order in which a step reads them, and comes on the device and in the dtype that it runs in."""
+    """A model's stored tensors by transformers' names: ``models.dense_weights``, ``models.gguf_weights``, or a
+    :class:`NamedTensors`. Each is asked for once, about in the order in which a step reads them."""
 
-    def matrix(self, name: str, bias: bool) -> Matrix:
-        """``name.weight``, with ``name.bias`` if there is to be one."""
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """The tensor on the device that it runs on; in the dtype that it runs in, if it is of plain numbers."""
         ...
 
-    def table(self, name: str) -> Matrix:
-        """``name.weight``, of which a step reads the rows of its tokens alone."""
-        ...
-
-    def vector(self, name: str) -> Tensor:
-        """``name.weight`` [n]."""
+    def format(self, name: str) -> type[Matrix]:
+        """What matrix the tensor is the weight of."""
         ...
 
 
@@ -108,18 +107,25 @@ def read_weights(
     (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
     matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
-    embedding = source.table("model.embed_tokens") if not config.tie_word_embeddings else None
+    embedding = None if config.tie_word_embeddings else _matrix(source, "model.embed_tokens", use="table")
     layers, scales, windows = [], [], []
     for index, module in enumerate(decoder.layers):
         layers.append(_layer(module, f"model.layers.{index}.", source, join, convert))
         scales.append(float(module.self_attn.scaling))
         windows.append(_window(module.self_attn, config))
-    norm = Norm(source.vector("model.norm"), decoder.norm.variance_epsilon)
+    norm = Norm(source.tensor("model.norm.weight", "vector"), decoder.norm.variance_epsilon)
     if embedding is None:
-        embedding = head = source.matrix("model.embed_tokens", bias=False)
+        embedding = head = _matrix(source, "model.embed_tokens")
     else:
-        head = source.matrix("lm_head", bias=model.get_output_embeddings().bias is not None)
+        head = _matrix(source, "lm_head")
     return LlamaWeights(embedding, layers, norm, head, scales, windows)
+
+
+def _matrix(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+    weight = f"{name}.weight"
+    return source.format(weight).of(
+        source.tensor(weight, use), source.tensor(f"{name}.bias", "vector") if bias else None
+    )
 
 
 def _window(attention: Any, config: Any) -> int | None:
@@ -135,7 +141,7 @@ def _layer(
     attention = module.self_attn
     made: dict[str, Matrix] = {}
     for name, part in MATRICES.items():
-        made[part] = source.matrix(start + name, bias=module.get_submodule(name).bias is not None)
+        made[part] = _matrix(source, start + name, bias=module.get_submodule(name).bias is not None)
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)
@@ -144,7 +150,7 @@ def _layer(
         made.update({part: convert(made[part]) for part in ("output", "down")})
 
     def norm(name: str, of: Any) -> Norm:
-        return Norm(source.vector(start + name), of.variance_epsilon)
+        return Norm(source.tensor(f"{start}{name}.weight", "vector"), of.variance_epsilon)
 
     norms = None
     if hasattr(attention, "q_norm"):
@@ -183,14 +189,10 @@ class NamedTensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def matrix(self, name: str, bias: bool) -> Matrix:
+    def tensor(self, name: str, use: Use) -> Tensor:
         """See :class:`WeightSource`."""
-        return DenseMatrix(self.vector(name), self._tensors[f"{name}.bias"].detach() if bias else None)
+        return self._tensors[name].detach()
 
-    def table(self, name: str) -> Matrix:
+    def format(self, name: str) -> type[Matrix]:
         """See :class:`WeightSource`."""
-        return self.matrix(name, bias=False)
-
-    def vector(self, name: str) -> Tensor:
-        """See :class:`WeightSource`."""
-        return self._tensors[f"{name}.weight"].detach()
+        return DenseMatrix
