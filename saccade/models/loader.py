@@ -26,7 +26,6 @@ from saccade.models.identity import (
     digest_weights,
     identity_of,
     joined_digest,
-    tensor_digest,
 )
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
@@ -102,19 +101,18 @@ def load_model(
         config = _read_hf_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
-        shaped = has_shape(family, config)
         convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, run_dtype)
         described = described_model(checkpoint, config, run_dtype)
-        digests: dict[str, str] | None = None
-        if shaped:
-            # Weights that leave the host, or their type, are digested while they are there; others when asked for.
-            digests = None if target.type == "cpu" and quantize is None else {}
-            model, llama = described, load_llama(checkpoint, described, target, run_dtype, convert, digests)
+        # Weights that leave the host, or their type, are digested while they are there; others when asked for.
+        leave = target.type != "cpu" or quantize is not None
+        if has_shape(family, config):
+            model = described
+            found: dict[str, str] | None = {} if leave else None
+            llama = load_llama(checkpoint, model, target, run_dtype, convert, found)
+            digest = None if found is None else joined_digest(found)
         else:
             model, llama = _load_modules(checkpoint, config, run_dtype), None
-            digests = (
-                None if target.type == "cpu" else {name: tensor_digest(one) for name, one in model.state_dict().items()}
-            )
+            digest = digest_weights(model.state_dict()) if leave else None
             model.to(target)
         tokenizer = load_tokenizer(checkpoint.path)
     model.eval()
@@ -124,7 +122,6 @@ def load_model(
     notes += _config_notes(config)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    kept = None if digests is None else joined_digest(digests)
     stored = None if llama is None else llama.weights.format
     return LoadedModel(
         path=checkpoint.path,
@@ -136,7 +133,7 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, kept or digest_weights(runner.weights), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, digest or digest_weights(runner.weights), stored)),
     )
 
 
