@@ -23,7 +23,10 @@ void row_pass(const KernelSet& set, const PassCall& call) { run(set.row_pass, ca
 void bind_rows(nb::module_& m, KernelSetClass& set) {
     bind_struct<RowMatrix>(m, "RowMatrix",
                            {field<&RowMatrix::weight>("weight"), field<&RowMatrix::bias>("bias").or_null(),
-                            field<&RowMatrix::rows>("rows").at_least(1)});
+                            field<&RowMatrix::rows>("rows").at_least(1),
+                            field<&RowMatrix::format>("format")
+                                .within(0, static_cast<int>(WeightFormat::count) - 1)
+                                .optional()});
     bind_struct<LayerWeights>(
         m, "LayerWeights",
         {field<&LayerWeights::storage>("storage").within(0, 1), field<&LayerWeights::channels>("channels").at_least(1),

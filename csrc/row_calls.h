@@ -2,14 +2,16 @@
 // (row_passes.h). Plain data only, see calls.h.
 #pragma once
 
+#include "block_weights.h"
 #include "calls.h"
 
 namespace saccade {
 
-// Tensors of the calls on rows are contiguous and of one storage type; weights are [rows, in].
+// Tensors of the calls on rows are contiguous and of one storage type but for weights in blocks; weights are [rows, in].
 struct RowMatrix {
     const void *weight, *bias;  // bias [rows], or null
     int64_t rows;
+    WeightFormat format;
 };
 
 // hidden [rows, channels] -> norm -> queries, keys, values [rows, heads * head_dim], the first two normed by head (if

@@ -149,9 +149,14 @@ Operand<T> operand(const T* x, int64_t rows, int64_t in, float* room, int thread
 template <bool Tiles, class T, class Y>
 void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, Y* y,
               int64_t stride) {
+    using X = typename RowMath<T>::X;
+    if (m.format != WeightFormat::plain)
+        return with_blocks<Simd>(m.format, [&](auto format) {
+            multiply_rows<BlockWeights<decltype(format), X>, T>(m, in, x.x, rows, first, last, y, stride);
+        });
     if constexpr (Tiles)
         if (x.columns) first = multiply_tiles(m, in, x, rows, first, last, y, stride);
-    multiply_rows<T>(m, in, x.x, rows, first, last, y, stride);
+    multiply_rows<PlainWeights<T>, T>(m, in, x.x, rows, first, last, y, stride);
 }
 
 // The call's rows, normed, as operand of a product; they stay in the thread's scratch.

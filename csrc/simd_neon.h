@@ -65,6 +65,11 @@ struct Simd {
 
     static F load_row(const float* p) { return load(p); }
     static F load_row(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+    static I load_signed(const int8_t* p) {
+        int32_t four;
+        std::memcpy(&four, p, sizeof four);
+        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
+    }
     static I load_bytes(const uint8_t* p) {
         uint32_t four;
         std::memcpy(&four, p, sizeof four);

@@ -102,6 +102,7 @@ struct Simd {
     }
 
     // W bytes as integers, and integers as floats.
+    static I load_signed(const int8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
     static I load_bytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
     static I low_bits(I x) { return x & 15; }
     static I high_bits(I x) { return x >> 4; }

@@ -48,10 +48,12 @@ def write(
     pre: str = "default",
     without: tuple[str, ...] = (),
     extra: Mapping[str, np.ndarray] | None = None,
+    others: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     **metadata: Any,
 ) -> Path:
     """``checkpoint`` as a GGUF file, matrices as ``stored``. ``without``: keys and tensors that are left out;
-    ``extra``: more tensors, in float32; ``metadata``: more keys of the architecture, ``__`` for a dot."""
+    ``extra``: more tensors, in float32; ``others``: types of
+    matrices by parts of their names; ``metadata``: more keys of the architecture, ``__`` for a dot."""
     config = json.loads((checkpoint / "config.json").read_text())
     out = gguf.GGUFWriter(file, kind)
     said: dict[str, Any] = {
@@ -96,7 +98,8 @@ def write(
             weight = interleaved(weight, heads if ".attn_q." in named else kv_heads)
         if kind == "gemma3" and named.endswith("norm.weight"):
             weight = weight + 1
-        as_stored = stored if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
+        own = next((kind for part, kind in (others or {}).items() if part in named.split(".")), stored)
+        as_stored = own if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
         out.add_tensor(named, gguf.quantize(weight.numpy(), as_stored), raw_dtype=as_stored)
     for name, values in (extra or {}).items():
         out.add_tensor(name, values.astype(np.float32))

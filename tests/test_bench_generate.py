@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade import LLM, SamplingParams
-from saccade.bench.generate import WARM, kv_bytes, weight_bytes
+from saccade.bench.generate import WARM, kv_bytes
 from saccade.bench.generate_kv import TAIL, plant, synthesize
 from saccade.bench.generate_table import COLUMNS
 from saccade.bench.ttft import TRANSFORMERS, prompt
@@ -111,7 +111,7 @@ def test_floors_count_bytes_once(folder):
     llm = LLM(folder, dtype="float32", kv_memory="16MiB")
     assert kv_bytes(llm, 100) == 100 * LAYERS * 2 * 2 * 16 * 4
     tied = sum(part.numel() for name, part in llm.model.runner.model.named_parameters() if "norm" not in name)
-    assert weight_bytes(llm.model.runner.model) == 4 * tied
+    assert llm.model.matrix_bytes == 4 * tied
 
 
 def test_no_measurement_begins_after_the_limit(folder, capsys):

@@ -31,7 +31,8 @@ from saccade.ops import cpu
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
 from saccade.ops.cpu_readings import Readings
 from saccade.ops.layer_rows import RowLayer, RowLayers
-from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
+from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
+from saccade.ops.matrices import DenseMatrix
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 LAYERS, HEADS, KV_HEADS, DIM = 3, 6, 2, 32
@@ -64,8 +65,8 @@ def weights(layer: int, dtype: torch.dtype) -> RowLayer:
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5 * 1.5).to(dtype)
 
-    def matrix(rows: int, columns: int) -> Matrix:
-        return Matrix(draw(rows, columns), draw(rows) if layer % 2 else None)
+    def matrix(rows: int, columns: int) -> DenseMatrix:
+        return DenseMatrix(draw(rows, columns), draw(rows) if layer % 2 else None)
 
     return RowLayer(
         LayerWeights(

@@ -278,7 +278,7 @@ def test_the_interpreter_ends_while_requests_run(tiny_llama):
 def test_a_token_that_breaks_the_model_ends_its_requests_alone(tiny_llama, prompts, solo, params):
     """NaN goes through attention as NaN; kernels once took it for an absent key, and answered."""
     llm = make(tiny_llama)
-    llm.model.runner.model.get_input_embeddings().weight.data[7] = math.nan
+    llm.model.runner.llama.weights.embedding.weight[7] = math.nan
     fine = [token for token in prompts[0] if token != 7]
     want = tokens(make(tiny_llama).generate(fine, GREEDY)[0])
     spoilt = [*fine[:40], 7, *fine[40:]]
@@ -296,7 +296,7 @@ EVICTING = ("h2o(budget=40)", "adakv(capacity=40,window=8)", "hshare(heavy=24,si
 def test_attention_that_is_no_number_ends_its_request_with_an_error_that_says_so(tiny_llama, prompts, policy):
     """These methods choose by softmax weights: torch's own errors about shapes came back, or an answer by chance."""
     llm = make(tiny_llama)
-    llm.model.runner.model.get_input_embeddings().weight.data[7] = math.nan
+    llm.model.runner.llama.weights.embedding.weight[7] = math.nan
     fine = [token for token in (prompts[0] * 2)[:120] if token != 7]
     want = tokens(make(tiny_llama).generate(fine, GREEDY, policy=policy)[0])
     with pytest.warns(RuntimeWarning, match="not finite"):

@@ -17,6 +17,7 @@ from saccade.engine.config import EngineConfig
 from saccade.errors import ModelError, SaccadeError
 from saccade.models.loader import load_model
 from saccade.ops import fp8
+from saccade.ops.fp8_weights import Fp8Matrix
 from saccade.ops.triton import fp8 as passes
 from saccade.ops.triton.rows import add_norm
 
@@ -48,13 +49,14 @@ def test_rows_are_rounded_to_the_nearest_value_of_the_format():
 @pytest.mark.parametrize("bias", [False, True])
 def test_reference_products_are_those_of_the_dequantized_operands(bias):
     x, weight = draw(7, 160), draw(48, 320, seed=1)[:, ::2]
-    matrix = fp8.Fp8Matrix.of(weight, draw(48, seed=2) if bias else None)
+    matrix = Fp8Matrix.of(weight, draw(48, seed=2) if bias else None, reference=True)
     rows = fp8.quantize(x)
     wanted = rows.dequantized().double() @ matrix.dequantized().double().t()
     wanted = wanted + matrix.bias.double() if bias else wanted
-    torch.testing.assert_close(
-        fp8.reference_product(rows, matrix, torch.float32).double(), wanted, rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(matrix.product(rows).double(), wanted, rtol=1e-5, atol=1e-4)
+    parts = [part.product(rows) for part in matrix.split([16, 32])]
+    torch.testing.assert_close(torch.cat(parts, 1).double(), wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(matrix.rows(torch.tensor([3, 3, 0]), torch.float32), matrix.dequantized()[[3, 3, 0]])
     true = x.double() @ weight.double().t() + (matrix.bias.double() if bias else 0)
     assert float((wanted - true).norm() / true.norm()) < 0.05  # e4m3 rounds by 1/16 at most, by 1/40 on the whole
 
@@ -67,9 +69,8 @@ def test_the_passes_are_the_plain_ones_quantized(rows, channels):
     same(passes.add_norm(x, other, weight, 1e-5), fp8.quantize(add_norm(copy, other, weight, 1e-5)))
     assert torch.equal(x, copy)
     same(passes.add_norm(x, None, weight, 1e-5), fp8.quantize(add_norm(copy, None, weight, 1e-5)))
-    both = draw(rows, 3 * channels, seed=3).half()[:, channels:]
-    n = channels
-    same(passes.gated(both), fp8.quantize(torch.nn.functional.silu(both[:, :n]) * both[:, n:]))
+    gate, up = draw(rows, 3 * channels, seed=3).half()[:, channels:].chunk(2, -1)
+    same(passes.gated(gate, up), fp8.quantize(torch.nn.functional.silu(gate) * up))
     attended = draw(rows, 5, 24, seed=4).half().transpose(0, 1)
     same(passes.heads(attended), fp8.quantize(attended.transpose(0, 1).reshape(rows, -1)))
     assert passes.heads(attended[:, :0]).values.shape == (0, 120)
@@ -89,24 +90,13 @@ def test_a_layer_computes_what_its_dequantized_weights_do(family, tmp_path):
 
     plain = LLM(folder, dtype="float32", kv_memory="8MiB")
     quantized = LLM(folder, dtype="float32", kv_memory="8MiB", quantize="fp8_reference")
-    layers = quantized.model.runner.llama.step_kernels().layers
     assert quantized.model.weight_bytes < plain.model.weight_bytes
     assert quantized.model.identity != plain.model.identity
-    for module, layer in zip(plain.model.runner.model.get_decoder().layers, layers):
-        attention, mlp = module.self_attn, module.mlp
-        groups = (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj,),
-            (mlp.gate_proj, mlp.up_proj),
-            (mlp.down_proj,),
-        )
-        for group, matrix in zip(groups, (layer._joined, layer._output, layer._both, layer._down)):
-            parts = matrix.dequantized().split([one.weight.shape[0] for one in group])
-            for one, part in zip(group, parts):
-                assert (
-                    float((one.weight.detach() - part).abs().max() / one.weight.detach().abs().max()) <= 0.036
-                )  # 16 of 448
-                one.weight.data.copy_(part)
+    layers = zip(plain.model.runner.llama.weights.layers, quantized.model.runner.llama.weights.layers)
+    for one, part in [pair for layer, other in layers for pair in zip(layer.matrices, other.matrices)]:
+        values = part.dequantized()
+        assert float((one.weight - values).abs().max() / one.weight.abs().max()) <= 0.036  # 16 of 448
+        one.weight.copy_(values)
     wanted, got = logprobs(plain), logprobs(quantized)
     assert not torch.equal(wanted, got)  # activations are rounded
     assert float((wanted - got).abs().mean()) < 0.35

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from engine_helpers import make, tokens
+from module_oracle import modules_of, with_modules
 from safetensors.torch import load_file, save_file
 from server_helpers import serving
 from tiny_models import CONFIGS, make_checkpoint, random_ids
@@ -144,7 +145,7 @@ def test_sessions_of_path_identities_are_converted_or_refused_for_what_they_are(
         expected = session.generate(SECOND, SCORED)
     record = read_record(tmp_path / "talk", "saccade session")
     for name in (str(tiny_llama), relative, "elsewhere"):
-        model = load_model(tiny_llama, "float32").runner.model
+        model = modules_of(tiny_llama, "float32")
         model.config._name_or_path = name
         record.data["engine"]["model"] = path_identity(model)
         write_record(tmp_path / "old", Record(record.kind, record.data, record.tensors))
@@ -189,7 +190,7 @@ def test_a_stored_session_of_a_path_identity_goes_on_and_is_written_anew(tiny_ll
         return llm
 
     first = opened()
-    old = SimpleNamespace(data=path_identity(first.model.runner.model))
+    old = SimpleNamespace(data=path_identity(with_modules(first.model.runner).model))
     with monkeypatch.context() as patch:
         patch.setattr(Sessions, "identity", old)
         session = first.session("dense", name="talk")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from module_oracle import with_modules
+from safetensors.torch import load_file
 from tiny_models import CONFIGS, make_checkpoint
 
-from saccade.models import llama_weights
+from saccade.models import dense_weights
 from saccade.models.families import FAMILIES
 from saccade.models.interface import Segment
 from saccade.models.loader import load_model
 from saccade.ops import attend, cpu
 from saccade.ops.layer_rows import MOST_ROWS as MOST
-from saccade.ops.layer_rows import RowLayer, head, serves
-from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
+from saccade.ops.layer_rows import RowLayer, head, serves_head
+from saccade.ops.layer_weights import LayerWeights, Norm
+from saccade.ops.matrices import DenseMatrix
 
 MOST_ROWS = MOST[torch.float32]
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
@@ -58,7 +61,7 @@ def ran(runner, rows: int, fused: bool):
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.llama_shape])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_layers_hand_over_what_the_modules_do(family, dtype, isa, tmp_path):
-    runner = load_model(make_checkpoint(family, tmp_path), dtype=dtype).runner
+    runner = with_modules(load_model(make_checkpoint(family, tmp_path), dtype=dtype).runner)
     assert isinstance(runner.llama.kernels(1).layers[0], RowLayer)
     for rows in (1, 3, 6):
         ours, seen = ran(runner, rows, fused=True)
@@ -105,9 +108,9 @@ def test_shapes_that_fill_no_vector(dtype, threads, channels, dim, inner, rows, 
         return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5).to(dtype)
 
     norm, second = Norm(1 + draw(channels), 1e-5), Norm(1 + draw(channels), 1e-6)
-    q, k, v = (Matrix(draw(heads * dim, channels), draw(heads * dim)) for heads in (3, 1, 1))
-    output, down = Matrix(draw(channels, 3 * dim), draw(channels)), Matrix(draw(channels, inner))
-    gate, up = Matrix(draw(inner, channels), draw(inner)), Matrix(draw(inner, channels))
+    q, k, v = (DenseMatrix(draw(heads * dim, channels), draw(heads * dim)) for heads in (3, 1, 1))
+    output, down = DenseMatrix(draw(channels, 3 * dim), draw(channels)), DenseMatrix(draw(channels, inner))
+    gate, up = DenseMatrix(draw(inner, channels), draw(inner)), DenseMatrix(draw(inner, channels))
     layer = RowLayer(LayerWeights(norm, q, k, v, output, second, gate, up, down, dim, rotated=False))
     hidden, attended = draw(rows, channels) * 6, draw(3, rows, dim) * 3
     before = torch.get_num_threads()
@@ -151,16 +154,16 @@ def test_outputs_do_not_hang_on_where_tasks_begin(dtype, isa):
 
     norm, wide = Norm(1 + draw(channels), 1e-5), draw(1000, channels)
     hidden, attended = draw(3, channels) * 6, draw(3, 3, dim)
-    logits = head(hidden, norm, Matrix(wide))
+    logits = head(hidden, norm, DenseMatrix(wide))
     for first, last in ((0, 7), (5, 333), (411, 1000)):
-        assert torch.equal(head(hidden, norm, Matrix(wide[first:last])), logits[:, first:last])
-    parts = [Matrix(draw(heads * dim, channels)) for heads in (3, 1, 1)]
+        assert torch.equal(head(hidden, norm, DenseMatrix(wide[first:last])), logits[:, first:last])
+    parts = [DenseMatrix(draw(heads * dim, channels)) for heads in (3, 1, 1)]
     output, down = draw(channels, 3 * dim), draw(channels, inner)
     gate, up = draw(inner, channels), draw(inner, channels)
 
     def done(gate, up, down):
-        matrices = (Matrix(one) for one in (gate, up, down))
-        layer = RowLayer(LayerWeights(norm, *parts, Matrix(output), norm, *matrices, dim, rotated=False))
+        matrices = (DenseMatrix(one) for one in (gate, up, down))
+        layer = RowLayer(LayerWeights(norm, *parts, DenseMatrix(output), norm, *matrices, dim, rotated=False))
         own = hidden.clone()
         layer.finish(own, attended)
         return own
@@ -181,9 +184,11 @@ def test_results_do_not_hang_on_the_threads(dtype, rows, isa):
         return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5 * 2).to(dtype)
 
     norm, hidden, attended = Norm(1 + draw(channels), 1e-5), draw(rows, channels) * 6, draw(5, rows, dim)
-    q, k, v = (Matrix(draw(heads * dim, channels)) for heads in (5, 1, 1))
-    output, gate, up = (Matrix(draw(*shape)) for shape in ((channels, 5 * dim), (inner, channels), (inner, channels)))
-    down = Matrix(draw(channels, inner))
+    q, k, v = (DenseMatrix(draw(heads * dim, channels)) for heads in (5, 1, 1))
+    output, gate, up = (
+        DenseMatrix(draw(*shape)) for shape in ((channels, 5 * dim), (inner, channels), (inner, channels))
+    )
+    down = DenseMatrix(draw(channels, inner))
     layer = RowLayer(LayerWeights(norm, q, k, v, output, norm, gate, up, down, dim, rotated=False))
     before, results = torch.get_num_threads(), []
     try:
@@ -206,22 +211,34 @@ def test_models_of_other_shapes_keep_their_modules(tmp_path):
         assert load_model(make_checkpoint(family, folder), dtype=torch.float32).runner.llama is None
 
 
-def test_only_plain_weights_are_read():
-    assert serves(torch.zeros(4, 4), None, torch.zeros(4)) is None
-    assert serves(torch.zeros(4, 4).T[:3], torch.zeros(4))
-    assert serves(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
-    assert serves(torch.zeros(4, dtype=torch.float16))
+def test_weights_that_the_kernels_cannot_read_are_left_to_torch():
+    def product(weight, bias=None, dtype=torch.float32):
+        return DenseMatrix(weight, bias).native(dtype)
+
+    assert product(torch.zeros(4, 4)) is not None
+    assert product(torch.zeros(4, 4), torch.zeros(4)) is not None
+    assert product(torch.zeros(4, 4).T[:3]) is None
+    assert product(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16)) is None
+    assert product(torch.zeros(4, 4), dtype=torch.bfloat16) is None
+    assert product(torch.zeros(4, 4, dtype=torch.float16), dtype=torch.float16) is None
+    assert not serves_head(Norm(torch.zeros(4)[::2], 1e-5), DenseMatrix(torch.zeros(4, 2)))
 
 
-def test_weights_move_and_stay_what_they_are(tmp_path, monkeypatch):
-    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_lie_together_in_the_order_of_a_step(tmp_path, monkeypatch, tied):
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     before = load_model(folder, dtype=torch.float32).runner
-    monkeypatch.setattr(llama_weights, "ARENA_BYTES", 1 << 17)
+    monkeypatch.setattr(dense_weights, "ARENA_BYTES", 1 << 17)
     after = load_model(folder, dtype=torch.float32).runner
-    whole = dict(before.model.state_dict())
-    assert all(torch.equal(part, whole[name]) for name, part in after.model.state_dict().items())
-    places = [layer.mlp.gate_proj.weight.untyped_storage().data_ptr() for layer in after.model.model.layers]
-    own = [layer.mlp.gate_proj.weight.untyped_storage().data_ptr() for layer in before.model.model.layers]
-    assert len(set(own)) == 3 > len(set(places))
-    assert after.model.lm_head.weight is after.model.model.embed_tokens.weight
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(part, stored[name]) for name, part in after.weights.items() if name in stored)
+
+    def places(runner):
+        layers = runner.llama.weights.layers
+        return [part.weight.untyped_storage().data_ptr() for layer in layers for part in layer.matrices]
+
+    assert len(set(places(before))) == 1 < len(set(places(after))) < len(places(after))
+    addresses = [part.weight.data_ptr() for part in before.llama.weights.layers[0].matrices]
+    assert addresses == sorted(addresses)
+    assert (after.llama.weights.head is after.llama.weights.embedding) == tied
     assert torch.equal(ran(after, 3, fused=True)[0], ran(before, 3, fused=True)[0])

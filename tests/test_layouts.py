@@ -22,7 +22,8 @@ from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
 from saccade.ops import attend, cpu, cpu_rows, layer_rows, row_passes
 from saccade.ops.block_scores import ranked_blocks, top_blocks
-from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
+from saccade.ops.layer_weights import LayerWeights, Norm
+from saccade.ops.matrices import DenseMatrix
 from saccade.ops.scores import antidiagonal_shares, line_sums, needed_shares
 from saccade.selection import Candidates, Cone, Dense, Sampled, Shape, Tokens, cut
 
@@ -191,8 +192,8 @@ def test_passes_over_rows():
 def test_a_decoder_layer_on_a_few_rows():
     norm = Norm(torch.ones(64), 1e-6)
 
-    def matrix(out: int, seed: int) -> Matrix:
-        return Matrix(torch.randn(out, 64, generator=generator(seed)) / 8)
+    def matrix(out: int, seed: int) -> DenseMatrix:
+        return DenseMatrix(torch.randn(out, 64, generator=generator(seed)) / 8)
 
     many = [matrix(64, seed) for seed in range(7)]
     layer = layer_rows.RowLayer(LayerWeights(norm, *many[:4], norm, *many[4:], 16))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_helpers import GREEDY, make, tokens
 from helpers import planted_heads
+from module_oracle import with_modules
 from tiny_models import make_checkpoint, random_ids
 
 from saccade.engine.observe import observing
@@ -102,7 +103,7 @@ def folder(tmp_path_factory):
 def test_a_query_ahead_is_the_next_layer_on_this_layers_input(folder, monkeypatch):
     """Qwen3 norms its queries per head. Reckoned from hidden states that transformers' own layers are given."""
     llm = make(folder)
-    monkeypatch.setattr(llm.model.runner, "llama", None)  # modules whose hooks can be watched
+    monkeypatch.setattr(with_modules(llm.model.runner), "llama", None)  # modules whose hooks can be watched
     layers, early, inputs, true = llm.model.runner.modules.layers, {}, {}, {}
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(

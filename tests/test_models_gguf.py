@@ -65,7 +65,7 @@ def test_a_model_is_what_its_file_was_made_of(kind, tied, tmp_path):
 
 def test_a_file_runs_under_its_own_name(capsys, llama, tmp_path, cache):
     """LLM, and the command line; the first time says what it takes, the next finds it by content."""
-    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q8_0)
+    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q4_0)
     with pytest.warns(UserWarning, match=r"model\.gguf holds .*M weights in .* MB; .* as bfloat16, once: .* MB there"):
         llm = LLM(file)
     with llm:
@@ -319,7 +319,7 @@ def test_a_conversion_that_was_ended_leaves_no_folder(llama, tmp_path, monkeypat
 
 def test_memory_for_a_conversion_is_that_of_some_rows(llama, tmp_path, monkeypatch):
     """Matrices come in pieces; only queries and keys, whose rows are put in order, are whole."""
-    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q8_0)
+    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q4_0)
     monkeypatch.setattr(gguf_folder, "CHUNK", 256)
     seen = []
     real = gguf.dequantize

@@ -6,15 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_store import DenseStore, run_packed
+from module_oracle import with_modules
+from safetensors.torch import load_file
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade.models.families import FAMILIES
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, Segment
-from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_kernels import ProductLayer
-from saccade.models.llama_weights import read_weights
+from saccade.models.llama_weights import NamedTensors, read_weights
 from saccade.models.loader import load_model
-from saccade.ops import cpu
+from saccade.ops import cpu, matrices
 from saccade.ops.layer_rows import RowLayer
 
 SHAPED = [name for name, family in FAMILIES.items() if family.llama_shape is not None]
@@ -27,7 +28,7 @@ SIZES = {"vectors": {"hidden_size": 64, "head_dim": 32}, "odd": {"hidden_size": 
 def runner(request, tmp_path_factory):
     family, size = request.param
     folder = make_checkpoint(family, tmp_path_factory.mktemp(family), **SIZES[size])
-    return load_model(folder).runner
+    return with_modules(load_model(folder).runner)
 
 
 class Causal:
@@ -169,34 +170,21 @@ def test_a_stopwatch_times_all_but_attention(runner):
     assert len(seen) == 4 * runner.spec.layers + 2
 
 
-def test_joined_projections_are_the_modules_own(tmp_path):
-    """One matrix holds query, key and value; the modules' weights are parts of it."""
-    runner = load_model(make_checkpoint("qwen2", tmp_path)).runner
-    before = {name: part.clone() for name, part in runner.model.state_dict().items()}
-    weights = read_weights(runner.model, runner.family, runner.spec.head_dim, join=True)
-    assert weights is not None
-    for layer, joined, module in zip(weights.layers, weights.joined, runner.modules.layers):
-        parts = [module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.v_proj]
-        assert torch.equal(joined.weight, torch.cat([part.weight for part in parts]))
-        assert torch.equal(joined.bias, torch.cat([part.bias for part in parts]))
-        where = joined.weight.untyped_storage().data_ptr()
-        held = [part.weight.untyped_storage().data_ptr() for part in (*parts, layer.query, layer.key, layer.value)]
-        assert held == [where] * 6
-    assert all(torch.equal(part, before[name]) for name, part in runner.model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("llama", lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Identity())),
-        ("llama", lambda layer: setattr(layer, "input_layernorm", torch.nn.LayerNorm(48))),
-        ("qwen3", lambda layer: setattr(layer.self_attn.k_norm, "variance_epsilon", 0.5)),
-    ],
-)
-def test_modules_of_another_shape_are_left_alone(family, change, tmp_path):
-    runner = load_model(make_checkpoint(family, tmp_path)).runner
-    change(runner.modules.layers[1])
-    assert LlamaDecoder.of(runner.model, runner.family, runner.spec) is None
+def test_joined_projections_are_the_matrices_side_by_side(tmp_path):
+    """One matrix holds query, key and value, which are parts of it."""
+    folder = make_checkpoint("qwen2", tmp_path)
+    runner = load_model(folder).runner
+    stored = load_file(folder / "model.safetensors")
+    weights = read_weights(runner.model, NamedTensors(stored), join=True)
+    for index, layer in enumerate(weights.layers):
+        names = [f"model.layers.{index}.self_attn.{part}_proj" for part in "qkv"]
+        assert torch.equal(layer.joined.weight, torch.cat([stored[f"{name}.weight"] for name in names]))
+        assert torch.equal(layer.joined.bias, torch.cat([stored[f"{name}.bias"] for name in names]))
+        where = layer.joined.weight.untyped_storage().data_ptr()
+        assert [part.weight.untyped_storage().data_ptr() for part in layer.matrices[:3]] == [where] * 3
+    named = weights.named()
+    assert named.keys() == runner.model.state_dict().keys()
+    assert all(torch.equal(named[name], part) for name, part in stored.items())
 
 
 def test_another_activation_is_left_to_the_modules(tmp_path):
@@ -205,24 +193,21 @@ def test_another_activation_is_left_to_the_modules(tmp_path):
 
 def test_bfloat16_products_meet_few_numbers_of_rows(monkeypatch):
     """torch keeps megabytes for each, for good."""
-    from saccade.models import llama_kernels
-    from saccade.ops.layer_weights import Matrix
-
     met = set()
 
     def linear(x, weight, bias):
         met.add(x.shape[0])
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(llama_kernels, "linear", linear)
+    monkeypatch.setattr(matrices, "linear", linear)
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(*size, generator=generator).bfloat16() for size in ((24, 16), (24,)))
-    matrix = Matrix(weight, bias)
+    matrix = matrices.DenseMatrix(weight, bias)
     x = torch.randn(4096, 16, generator=generator).bfloat16()
     want = torch.nn.functional.linear(x.double(), matrix.weight.double(), matrix.bias.double())
     for rows in range(1, 4097, 5):
-        out = llama_kernels.product(x[:rows], matrix)
+        out = matrix.product(x[:rows])
         assert out.shape == (rows, 24)
         torch.testing.assert_close(out.double(), want[:rows], atol=5e-2, rtol=2e-2)
     assert len(met) <= 8 * 12
-    assert all(llama_kernels.padded_rows(rows) <= rows * 1.125 for rows in range(1, 5000))
+    assert all(matrices.padded_rows(rows) <= rows * 1.125 for rows in range(1, 5000))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dense_store import DensePass, DenseStore, run_packed
+from module_oracle import modules_of
 from tiny_models import (  # noqa: F401
     BOS,
     EOS,
@@ -150,7 +151,7 @@ def save_as(folder, dtype, name: str | None):
 def test_auto_dtype_is_the_checkpoints(copy, named):
     save_as(copy, torch.bfloat16, "bfloat16" if named else None)
     loaded = load_model(copy)
-    assert loaded.spec.dtype == next(loaded.runner.model.parameters()).dtype == torch.bfloat16
+    assert loaded.spec.dtype == next(iter(loaded.runner.weights.values())).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("asked", ["auto", "float16", torch.float16])
@@ -210,7 +211,7 @@ def test_masks_are_refused():
 
 
 def test_running_outside_the_layer_loop_is_a_clear_error(llama):
-    model = load_model(llama).runner.model
+    model = modules_of(llama)
     with pytest.raises(MissingContextError, match=r"HFRunner\.run"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
@@ -233,7 +234,7 @@ def test_contract_attention_interface_takes_a_name_and_a_function():
 
 def test_contract_no_mask_is_built_for_our_name(llama):
     """If transformers began to build masks for unknown names, the function would see one here and refuse."""
-    model, recorder = load_model(llama).runner.model, Recorder()
+    model, recorder = modules_of(llama), Recorder()
     model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False, saccade=recorder)
     assert len(recorder.specs) == 3
 
@@ -293,10 +294,10 @@ def test_no_wanted_rows_gives_no_logits(llama):
 def test_nothing_is_left_on_the_modules(llama):
     """All state lives with the sequences: a run leaves every parameter and buffer as it was, and needs no gradient."""
     runner = load_model(llama).runner
-    before = {name: tensor.clone() for name, tensor in runner.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in runner.weights.items()}
     logits = run_packed(runner, DenseStore(), {"a": [1, 2, 3]})["a"]
     assert not logits.requires_grad
-    for name, tensor in runner.model.state_dict().items():
+    for name, tensor in runner.weights.items():
         assert torch.equal(tensor, before[name])
 
 

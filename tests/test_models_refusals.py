@@ -281,7 +281,7 @@ def shard(folder: Path) -> Path:
 
 def test_shards_load(folder, llama):
     one, two = load_model(llama), load_model(shard(folder))
-    for (name, a), (_, b) in zip(one.runner.model.named_parameters(), two.runner.model.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(one.runner.weights.items(), two.runner.weights.items(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from kv_helpers import poisoned_pool
+from module_oracle import with_modules
 from tiny_models import make_checkpoint
 
 from saccade.kv.sequence import SequenceKV
@@ -20,6 +21,7 @@ from saccade.methods.streaming import Streaming
 from saccade.models.decode_step import DecodeStep
 from saccade.models.interface import Segment
 from saccade.models.llama import LlamaDecoder
+from saccade.models.llama_weights import NamedTensors, read_weights
 from saccade.models.loader import load_model
 from saccade.ops import Call, attend, run
 from saccade.ops.triton.batched_choice import choose_in_parts
@@ -287,8 +289,10 @@ CASES = [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True), ("
 
 @pytest.mark.parametrize(("family", "join"), CASES)
 def test_a_steps_layers_give_what_the_module_loop_gives(tmp_path, family, join):
-    runner = load_model(make_checkpoint(family, tmp_path)).runner
-    decoder, runner.llama = LlamaDecoder.of(runner.model, runner.family, runner.spec, join), None
+    runner = with_modules(load_model(make_checkpoint(family, tmp_path)).runner)
+    decoder, runner.llama = runner.llama, None
+    if join:
+        decoder = LlamaDecoder(read_weights(runner.model, NamedTensors(runner.model.state_dict()), join))
     ids, positions = torch.tensor([5, 77, 5]), torch.tensor([0, 9, 300])
     segments = [Segment(row, 1, 301) for row in range(3)]
     expected = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
@@ -298,4 +302,4 @@ def test_a_steps_layers_give_what_the_module_loop_gives(tmp_path, family, join):
     torch.testing.assert_close(step.run(ids, positions, Mean()), expected, atol=1e-4, rtol=1e-4)
     runner.llama = None
     again = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
-    assert torch.equal(again, expected)  # the modules' weights are what they were
+    assert torch.equal(again, expected)  # the weights are what they were

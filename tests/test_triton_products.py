@@ -7,7 +7,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from torch.nn.functional import linear, silu
 
-from saccade.ops.layer_weights import Matrix
+from saccade.ops.matrices import DenseMatrix
 from saccade.ops.triton import products
 from saccade.ops.triton.products import _cut, gated, product, serves
 
@@ -18,7 +18,7 @@ def draw(*size, seed=0, dtype=torch.float16):
 
 def matrix(outputs, channels, seed=1, biased=False):
     wide = 0.1 * draw(outputs, channels + 8, seed=seed)
-    return Matrix(wide[:, :channels], draw(outputs, seed=seed + 1) if biased else None)
+    return DenseMatrix(wide[:, :channels], draw(outputs, seed=seed + 1) if biased else None)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_infinities_and_nans_stay_in_their_rows():
     [
         (draw(33, 256), matrix(64, 256)),  # many rows
         (draw(2, 200), matrix(64, 200)),  # channels that are no whole tiles
-        (draw(2, 256, dtype=torch.float32), Matrix(draw(64, 256, dtype=torch.float32))),
-        (draw(2, 256), Matrix(draw(256, 64).T)),  # weights that lie the other way
+        (draw(2, 256, dtype=torch.float32), DenseMatrix(draw(64, 256, dtype=torch.float32))),
+        (draw(2, 256), DenseMatrix(draw(256, 64).T)),  # weights that lie the other way
     ],
 )
 def test_other_products_are_torchs(x, held, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from kv_helpers import view_with_heads_apart
+from module_oracle import with_modules
 from tiny_models import make_checkpoint, random_ids
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -14,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from saccade.kv.view import KVView
 from saccade.models.interface import Segment
 from saccade.models.llama import LlamaDecoder
-from saccade.models.llama_weights import read_weights
 from saccade.models.loader import load_model
 from saccade.ops.layer_weights import HeadNorms
 from saccade.ops.triton import pages
@@ -122,9 +122,8 @@ class _Causal:
 @pytest.mark.parametrize("rows", [2, 70])
 def test_layers_on_the_device_agree_with_the_modules(family, rows, tmp_path):
     """The passes that a prefill on a GPU takes."""
-    runner = load_model(make_checkpoint(family, tmp_path)).runner
-    weights = read_weights(runner.model, runner.family, runner.spec.head_dim)
-    decoder = LlamaDecoder(weights, runner.spec, triton_rows)
+    runner = with_modules(load_model(make_checkpoint(family, tmp_path)).runner)
+    decoder = LlamaDecoder(runner.llama.weights, triton_rows)
     ids, segments = torch.tensor(random_ids(rows, seed=1)), [Segment(0, rows, rows)]
     logits = []
     for runner.llama in (decoder, None):

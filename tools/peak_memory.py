@@ -31,7 +31,7 @@ def main() -> None:
     gc.collect()
     begun = resident_bytes()
     llm = LLM(options.model, kv_memory=options.kv_memory, dtype=options.dtype, device="cpu")
-    weights = {one.data_ptr(): one.nbytes for one in llm.model.runner.model.parameters()}  # type: ignore[attr-defined]
+    weights = {one.data_ptr(): one.nbytes for one in llm.model.runner.weights.values()}  # type: ignore[attr-defined]
     known = begun + sum(weights.values()) + parse_bytes(options.kv_memory)
     print(json.dumps({"loading": peak_bytes() - begun - sum(weights.values()) >> 20}), flush=True)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

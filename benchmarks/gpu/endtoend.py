@@ -38,8 +38,10 @@ from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
+from saccade.models.llama_weights import NamedTensors, read_weights
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
+from saccade.ops.fp8_weights import Fp8Matrix
 from saccade.ops.triton import common
 
 CHUNK = 16384
@@ -156,8 +158,11 @@ class Bench:
     def serve(self, quantize: str | None) -> None:
         """Run the model by products of its own type, or ``quantize`` it for good."""
         self.quantize, family = quantize, FAMILIES["llama"]
-        llama = LlamaDecoder.of(self.model, family, self.spec, quantize=quantize)
-        runner = HFRunner(self.model, family, self.spec, llama)
+        convert = None if quantize is None else lambda matrix: Fp8Matrix.of(matrix.weight, matrix.bias)
+        weights = read_weights(self.model, NamedTensors(self.model.state_dict()), join=True, convert=convert)
+        self.model.load_state_dict(weights.named(), assign=True)  # parts of what was joined, held once
+        torch.cuda.empty_cache()
+        runner = HFRunner(self.model, family, self.spec, LlamaDecoder(weights))
         self.watch = Watch()
         self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), self.watch, fa4=FA4))
 

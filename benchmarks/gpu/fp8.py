@@ -12,6 +12,7 @@ from harness import DTYPE, Results, graph_ms, time_ms
 from torch.nn.functional import linear
 
 from saccade.ops import fp8
+from saccade.ops.fp8_weights import Fp8Matrix
 from saccade.ops.triton import fp8 as passes
 from saccade.ops.triton import rows as plain
 
@@ -26,12 +27,12 @@ def products(results: Results, rows: int) -> None:
     for name, (out, channels) in SHAPES.items():
         copies = 1 if rows > MANY else COPIES
         weights = [torch.randn(out, channels, device="cuda", dtype=DTYPE) / 64 for _ in range(copies)]
-        matrices = [fp8.Fp8Matrix.of(weight) for weight in weights]
+        matrices = [Fp8Matrix.of(weight) for weight in weights]
         x = torch.randn(rows, channels, device="cuda", dtype=DTYPE)
         quantized = fp8.quantize(x)
         calls = {
             "bfloat16": [partial(linear, x, weight) for weight in weights],
-            "fp8": [partial(fp8.product, quantized, matrix, DTYPE) for matrix in matrices],
+            "fp8": [partial(matrix.product, quantized) for matrix in matrices],
         }
         true = x[:64].double() @ weights[0].double().t()
         for kind, each in calls.items():
@@ -63,7 +64,7 @@ def around(results: Results, rows: int) -> None:
             lambda: plain.add_norm(hidden, delta, weight, 1e-5),
             lambda: passes.add_norm(hidden, delta, weight, 1e-5),
         ),
-        "gate": (lambda: plain.gated(gate, up), lambda: passes.gated(both)),
+        "gate": (lambda: plain.gated(gate, up), lambda: passes.gated(*both.chunk(2, -1))),
         "heads": (None, lambda: passes.heads(attended)),
     }
     for name, (before, after) in calls.items():

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from saccade.bench.generate_kv import TAIL, SyntheticKV, synthesize
 from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS
@@ -184,7 +182,7 @@ def _transformers(settings: Settings, llm: LLM, ids: list[int], made: SyntheticK
 def _row(settings: Settings, llm: LLM, context: int, times: list[float], clock: Clock, **rest: Any) -> Row:
     mean = 1000 * statistics.fmean(times)
     parts = {name: 1000 * seconds / len(times) for name, seconds in clock.seconds.items()}
-    read = weight_bytes(llm.model.runner.model) + rest["density"] * kv_bytes(llm, context)
+    read = llm.model.matrix_bytes + rest["density"] * kv_bytes(llm, context)
     return Row(
         model=settings.name,
         dtype=str(settings.dtype).removeprefix("torch."),
@@ -202,12 +200,6 @@ def _row(settings: Settings, llm: LLM, context: int, times: list[float], clock: 
         floor_ms=read / settings.read_gbps / 1e6,
         **rest,
     )
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weight matrices that one token passes: of every linear layer, the head among them."""
-    weights = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
-    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def kv_bytes(llm: LLM, context: int) -> int:

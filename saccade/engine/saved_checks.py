@@ -64,7 +64,7 @@ def check_model(stored: Any, model: LoadedModel, tokens: int) -> None:
     """RequestError unless a session of so many ``tokens`` was saved with this model."""
     way_out = f"give recompute=True to compute its {tokens} tokens with this one"
     if is_path_identity(stored):
-        if shows_this_model(stored, model.runner.model):
+        if shows_this_model(stored, model.runner.model, model.runner.weights):
             return
         raise RequestError(
             "the session was written by a version that identified models by their path and by the version of "

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
+from saccade.errors import ModelError
 from saccade.models.checkpoint import open_checkpoint
 from saccade.models.quiet import quiet_transformers
 from saccade.models.reference import codes
@@ -71,7 +72,12 @@ class TransformersModel:
     """A checkpoint as transformers runs it by default, on ``device``."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
-        folder = open_checkpoint(path).path
+        checkpoint = open_checkpoint(path)
+        if checkpoint.gguf is not None:
+            raise ModelError(
+                f"transformers does not run the blocks of {checkpoint.gguf}; give a folder of safetensors to compare"
+            )
+        folder = checkpoint.path
         with quiet_transformers():
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         self.model.to(device)

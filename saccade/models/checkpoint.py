@@ -18,6 +18,7 @@ from saccade.errors import ModelError, shown, whole_number
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_LINK = "model.gguf"  # to the file whose weights run as they lie in it (gguf_folder)
 
 # Storage types that hold weights as plain numbers. Anything else (8-bit, 4-bit packed) is a quantised checkpoint.
 _FLOAT_STORAGE = {
@@ -31,12 +32,14 @@ _FLOAT_STORAGE = {
 @dataclass(frozen=True)
 class Checkpoint:
     """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in,
-    ``shapes`` those of all stored tensors by name."""
+    ``shapes`` those of all stored tensors by name. ``gguf``: the GGUF file that holds the weights in place of
+    safetensors files."""
 
     path: Path
     config: dict[str, Any]
     stored_dtype: torch.dtype
     shapes: dict[str, torch.Size]
+    gguf: Path | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -44,6 +47,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = check_folder(path)
     config = read_config(folder)
     check_generation_config(folder)
+    if (folder / GGUF_LINK).is_symlink() and not (folder / SINGLE_FILE).exists():
+        from saccade.models.gguf_header import read_header
+        from saccade.models.gguf_weights import stored_shapes
+
+        file = (folder / GGUF_LINK).readlink()
+        if not file.exists():
+            raise ModelError(
+                f"{file}, whose config and tokenizer {folder} holds, has gone; give the GGUF file where it is now"
+            )
+        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(read_header(file)), file)
     return Checkpoint(folder, config, *read_headers(weight_files(folder)))
 
 

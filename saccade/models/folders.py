@@ -25,7 +25,7 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     if revision is not None:
         raise ModelError(f"revision={shown(revision)} is for models of a hub, but {str(model)!r} is not one")
     if gguf:
-        return gguf_folder.dequantised(model)
+        return gguf_folder.folder_of(model)
     if str(model) in catalogue.ENTRIES and not Path(model).exists():
         return catalogue.folder_of(str(model))
     return Path(model)  # whoever opens it expands a ~user, or says that there is none

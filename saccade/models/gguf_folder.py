@@ -1,14 +1,16 @@
-"""A GGUF file as a checkpoint folder: its blocks as plain numbers, its metadata as config and tokenizer.
+"""A GGUF file as a checkpoint folder: its metadata as config and tokenizer, and its weights as a link to the file where
+they run as they lie in it, else as plain numbers.
 
-Blocks are dequantised by the ``gguf`` package, which llama.cpp's authors keep beside the format: it knows all types
-that files have (transformers' own reader for some families lacks Q5_0 and Q5_1). Tensors are written one by one, so
-that a conversion needs memory for the largest alone.
+Other blocks are dequantised by the ``gguf`` package, which llama.cpp's authors keep beside the format: it knows all
+types that files have (transformers' own reader for some families lacks Q5_0 and Q5_1). Tensors are written one by one,
+so that a conversion needs memory for the largest alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import warnings
 from collections import Counter
@@ -22,13 +24,16 @@ from torch import Tensor
 
 from saccade.errors import ModelError
 from saccade.models.cached import cached, digest, find
-from saccade.models.checkpoint import SINGLE_FILE, first_line
+from saccade.models.checkpoint import GGUF_LINK, SINGLE_FILE, first_line
+from saccade.models.families import FAMILIES as SERVED
 from saccade.models.gguf_header import GgufHeader, GgufTensor, read_header
-from saccade.models.gguf_names import FREQUENCIES, check_family, config_of, name_of, undone
+from saccade.models.gguf_names import FREQUENCIES, MODEL_TYPES, check_family, config_of, name_of, undone
 from saccade.models.quiet import quiet_transformers
+from saccade.ops.block_weights import FORMATS
 
 VERSION = 1  # of what this makes of a file
 CHUNK = 1 << 24  # weights that are dequantised at once
+_HEADS = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}  # whose rows are whole heads
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Vocabularies whose merges were learned on single digits (tokenizer.ggml.pre); transformers cuts them as GPT-2's.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
@@ -36,11 +41,23 @@ _PLAIN = (*_DIGITS, "default", "gpt-2")
 
 
 def folder_name(sha256: str) -> str:
-    """Of the folder in the cache that a GGUF file of this SHA-256 becomes."""
+    """Of the folder in the cache that a GGUF file of this SHA-256 becomes as plain numbers."""
     return f"gguf-{sha256[:20]}-{VERSION}"
 
 
-def dequantised(path: str | Path) -> Path:
+def runs_as_it_lies(header: GgufHeader) -> bool:
+    """Whether a file's model is of the Llama shape and all its matrices are of formats that have a class
+    (``ops.block_weights``), one at least in blocks."""
+    family = SERVED.get(MODEL_TYPES.get(header.architecture, header.architecture))
+    if family is None or family.llama_shape is None:
+        return False
+    matrices = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
+    others = {tensor.kind for tensor in header.tensors if len(tensor.shape) == 1}
+    plain = set(_STORED.values())
+    return bool(matrices & FORMATS.keys()) and matrices <= plain | FORMATS.keys() and others <= plain
+
+
+def folder_of(path: str | Path) -> Path:
     """The checkpoint folder of a GGUF file, made in the cache on first use (its key is the file's content). ModelError
     in one line for a file that is broken, in parts, or of a family or type that is not read."""
     try:
@@ -50,8 +67,27 @@ def dequantised(path: str | Path) -> Path:
     header = read_header(file)
     check_family(header.architecture, str(file))
     sha256 = digest(file)
+    if runs_as_it_lies(header):
+        return _linked(header, f"{folder_name(sha256)}-config")
     found = find(folder_name(sha256), sums=False)
     return _converted(header, sha256) if found is None else found
+
+
+def _linked(header: GgufHeader, name: str) -> Path:
+    """The folder of config and tokenizer, with a link to the file as it is called now."""
+    folder = cached(name, lambda made: write_folder(header, made, weights=False), header.path.name)
+    link, file = folder / GGUF_LINK, header.path.absolute()
+    if not link.is_symlink() or link.readlink() != file:
+        aside = folder / f".{GGUF_LINK}-{os.getpid()}"
+        try:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(file)
+            aside.replace(link)
+        except OSError as error:
+            raise ModelError(
+                f"{link} cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder of yours"
+            ) from error
+    return folder
 
 
 def _converted(header: GgufHeader, sha256: str) -> Path:
@@ -82,8 +118,9 @@ def stored_dtype(header: GgufHeader) -> torch.dtype:
     return {"F32": torch.float32, "F16": torch.float16}.get(most, torch.bfloat16)
 
 
-def write_folder(header: GgufHeader, folder: Path) -> None:
-    """Write config, generation config, tokenizer and weights of a GGUF file into ``folder``, which is made."""
+def write_folder(header: GgufHeader, folder: Path, dtype: torch.dtype | None = None, weights: bool = True) -> None:
+    """Write config, generation config, tokenizer and ``weights`` (in ``dtype``, by default :func:`stored_dtype`) of a
+    GGUF file into ``folder``, which is made."""
     from saccade.models.refusals import refuse_unsupported
 
     where = str(header.path)
@@ -92,7 +129,7 @@ def write_folder(header: GgufHeader, folder: Path) -> None:
     names = {tensor.name for tensor in header.tensors}
     found = next((tensor for tensor in header.tensors if tensor.name == FREQUENCIES), None)
     config = config_of(header.metadata, names, None if found is None else _whole(header.path, found), where)
-    dtype = stored_dtype(header)
+    dtype = dtype or stored_dtype(header)
     config["dtype"] = str(dtype).removeprefix("torch.")
     refuse_unsupported(config, where)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +138,16 @@ def write_folder(header: GgufHeader, folder: Path) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if header.metadata.get("tokenizer.ggml.model"):
         _write_tokenizer(header, folder)
-    _write_weights(header, config, dtype, folder / SINGLE_FILE)
+    _refuse_cut_heads(header, config)
+    if weights:
+        _write_weights(header, config, dtype, folder / SINGLE_FILE)
+
+
+def _refuse_cut_heads(header: GgufHeader, config: dict[str, Any]) -> None:
+    for one in header.tensors:
+        heads = next((config[key] for part, key in _HEADS.items() if part in one.name), None)
+        if heads is not None and one.shape[0] % (2 * heads):
+            raise ModelError(f"{header.path}: {one.name} has {one.shape[0]} rows, no whole heads; download it again")
 
 
 def _refuse_no_place(header: GgufHeader) -> None:
@@ -133,11 +179,7 @@ def _write_weights(header: GgufHeader, config: dict[str, Any], dtype: torch.dtyp
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(said)) + said)
         for _, one in placed:
-            permuted = ".attn_q." in one.name or ".attn_k." in one.name
-            if permuted and one.shape[0] % (2 * (heads if ".attn_q." in one.name else kv_heads)):
-                raise ModelError(
-                    f"{header.path}: {one.name} has {one.shape[0]} rows, no whole heads; download it again"
-                )
+            permuted = any(part in one.name for part in _HEADS)
             parts: Iterable[Tensor] = [_whole(header.path, one)] if permuted else plain(header.path, one)
             for part in parts:
                 values = undone(header.architecture, one.name, part, heads, kv_heads).to(dtype).contiguous()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from saccade.errors import ModelError, shown
+from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line
+
+# Tensors old checkpoints carry that hold nothing but what the config already says.
+_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$")
 
 
 def refuse_more_layers(checkpoint: Checkpoint, layers: Any) -> None:
@@ -20,23 +26,24 @@ def refuse_more_layers(checkpoint: Checkpoint, layers: Any) -> None:
         )
 
 
-def refuse_other_shapes(checkpoint: Checkpoint, config: Any, attention: str) -> None:
-    """ModelError where a stored tensor has another shape than the model of ``config``, or where that model has more
-    than twice as many weights as are stored. Tensors that transformers puts together (experts) count only in sum."""
+def described_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    """The model of ``config``, whose modules hold no memory (torch's "meta" device). ModelError where a stored tensor
+    has another shape than there, or where that model has more than twice as many weights as are stored. Tensors that
+    transformers puts together (experts) count only in sum."""
+    attention.register()
     refuse_more_layers(checkpoint, config.num_hidden_layers)
     try:
         with torch.device("meta"):  # shapes without memory
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.ATTENTION_NAME)
         demanded = {name: weight.shape for name, weight in model.named_parameters()}
     except Exception as error:  # sizes of which no tensor can be made, and whatever the modules raise
         raise ModelError(f"{checkpoint.path}: no model can be made of config.json: {first_line(error)}") from error
     shapes = checkpoint.shapes
     other = sorted(name for name, shape in demanded.items() if name in shapes and shapes[name] != shape)
     if other:
-        many = f"tensor {other[0]} has" if len(other) == 1 else f"{len(other)} tensors ({other[0]}, ...) have"
         raise ModelError(
-            f"{checkpoint.path}: {many} a shape that config.json does not describe: {tuple(shapes[other[0]])}, not "
-            f"{tuple(demanded[other[0]])}"
+            f"{checkpoint.path}: {_count(other)} a shape that config.json does not describe: "
+            f"{tuple(shapes[other[0]])}, not {tuple(demanded[other[0]])}"
         )
     wanted, stored = (sum(shape.numel() for shape in some.values()) for some in (demanded, shapes))
     if wanted > 2 * stored:
@@ -44,3 +51,23 @@ def refuse_other_shapes(checkpoint: Checkpoint, config: Any, attention: str) -> 
             f"{checkpoint.path}: config.json describes a model of {wanted} weights, but the checkpoint holds {stored}; "
             "give the config.json that belongs to these weights, or download the checkpoint again"
         )
+    return model
+
+
+def refuse_absent(checkpoint: Checkpoint, missing: Iterable[str], extra: Iterable[str]) -> None:
+    """ModelError where tensors of the model are ``missing``, or the stored ones have ``extra`` ones among them."""
+    absent = sorted(missing)
+    if absent:
+        raise ModelError(
+            f"{checkpoint.path}: {_count(absent)} no weights in the checkpoint; it is incomplete, download it again"
+        )
+    odd = sorted(key for key in extra if not _HARMLESS_EXTRA.search(key))
+    if odd:
+        raise ModelError(
+            f"{checkpoint.path}: {_count(odd)} no place in the model config.json describes (wrong config, or weights "
+            "of an unsupported kind such as a quantised or extended model)"
+        )
+
+
+def _count(names: list[str]) -> str:
+    return f"tensor {names[0]} has" if len(names) == 1 else f"{len(names)} tensors ({names[0]}, ...) have"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from saccade.errors import shown
@@ -36,7 +36,8 @@ _ROPE_OF_LENGTH = ("dynamic", "longrope", "yarn")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """``family``: its model_type. ``dtype``: of activations. ``quantize``: what the layers' products run in besides.
+    """``family``: its model_type. ``dtype``: of activations. ``quantize``: the format of matrices that are
+    no plain numbers.
     ``weights``: a digest of all of them in that dtype, before they are quantized. ``config``: fields that change a
     result. As :attr:`data` it can be stored as JSON."""
 
@@ -86,14 +87,15 @@ class FoundOnce:
             return self._found
 
 
-def identity_of(model: nn.Module, spec: ModelSpec, weights: str, quantize: str | None) -> ModelIdentity:
-    """The identity of a loaded model whose weights have the digest ``weights``."""
+def identity_of(config: Any, spec: ModelSpec, weights: str, quantize: str | None) -> ModelIdentity:
+    """The identity of a loaded model whose weights have the digest ``weights`` and, where not all of them are plain
+    numbers, the format ``quantize``."""
     return ModelIdentity(
         family=spec.family,
         dtype=str(spec.dtype).removeprefix("torch."),
-        quantize=None if quantize is None else "fp8",  # the reference computes in the same types
+        quantize=quantize,
         weights=weights,
-        config=meaningful(model.config)
+        config=meaningful(config)
         | {
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.kv_heads,
@@ -116,21 +118,26 @@ def meaningful(config: Any) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if not _is_off(value)}
 
 
-def digest_weights(model: nn.Module) -> str:
-    """32 hexadecimal digits of XXH3 over names, shapes, types and bytes of all weights, in any order. A tensor of
-    several names is read once."""
-    weights = model.state_dict()
+def digest_weights(weights: Mapping[str, Tensor]) -> str:
+    """:func:`joined_digest` of the tensors of a model. One of several names is read once."""
     places = {name: (one.data_ptr(), tuple(one.shape), one.stride()) for name, one in weights.items()}
     once = {place: name for name, place in places.items()}
     with ThreadPoolExecutor(max(1, min(_THREADS, torch.get_num_threads()))) as pool:
-        digests = dict(zip(once, pool.map(lambda name: _of_tensor(weights[name]), once.values())))
+        digests = dict(zip(once, pool.map(lambda name: tensor_digest(weights[name]), once.values())))
+    return joined_digest({name: digests[place] for name, place in places.items()})
+
+
+def joined_digest(digests: Mapping[str, str]) -> str:
+    """32 hexadecimal digits of XXH3 over names, shapes, types and bytes of all weights, in any order, from their
+    digests by name."""
     whole = xxhash.xxh3_128()
-    for name in sorted(weights):
-        whole.update(f"{name} {digests[places[name]]}\n".encode())
+    for name in sorted(digests):
+        whole.update(f"{name} {digests[name]}\n".encode())
     return whole.hexdigest()
 
 
-def _of_tensor(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
+    """Of a tensor's type, shape and bytes."""
     digest = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE):

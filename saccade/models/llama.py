@@ -7,26 +7,23 @@ Without it a step of few rows spends more time between the modules' calls than i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from saccade.models.families import Family
-from saccade.models.interface import LayerAttention, ModelSpec, Stopwatch
-from saccade.models.llama_fp8 import Fp8Kernels, quantize_layers
+from saccade.models.interface import LayerAttention, Stopwatch
 from saccade.models.llama_kernels import (
     KernelSet,
-    LayerKernels,
+    OwnProducts,
     ProductHead,
     ProductLayer,
     Products,
     Projected,
-    RowPasses,
-    TorchProducts,
 )
-from saccade.models.llama_weights import LlamaWeights, read_weights
+from saccade.models.llama_weights import LlamaWeights
 from saccade.ops import row_passes, triton
-from saccade.ops.layer_rows import MOST_ROWS, RowLayer, RowLayers, head, serves
+from saccade.ops.layer_rows import MOST_ROWS, RowLayer, RowLayers, head, serves, serves_head
+from saccade.ops.matrices import RowPasses
 
 MLP_ROWS = 1024  # whose gate and up values stay in a CPU's caches until they have been multiplied
 
@@ -35,38 +32,23 @@ class LlamaDecoder:
     """The layers and the head of a checked model. ``attention[i]`` is what layer i asks of its attention.
 
     ``passes`` run between matrix products, for any number of rows; by default what suits the weights' device does, and
-    few rows on a CPU have kernels of their own. ``layers``: those of other products, which then run all rows.
+    few rows on a CPU have kernels of their own where these read all matrices.
     """
 
-    def __init__(
-        self,
-        weights: LlamaWeights,
-        spec: ModelSpec,
-        passes: RowPasses | None = None,
-        layers: Sequence[LayerKernels] | None = None,
-    ) -> None:
+    def __init__(self, weights: LlamaWeights, passes: RowPasses | None = None) -> None:
         self.attention = [
-            LayerAttention(scale=scale, window=window) for scale, window in zip(weights.scales, spec.windows)
+            LayerAttention(scale=scale, window=window) for scale, window in zip(weights.scales, weights.windows)
         ]
         self.weights = weights
-        self._layers = layers
-        self._many = self._products(passes or _passes(weights.head.weight), joined=False)
-        self._few = _row_kernels(weights, self.attention) if passes is None and layers is None else None
-        self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
+        self.device, self.dtype = weights.norm.weight.device, weights.norm.weight.dtype
+        self._many = self._products(passes or _passes(self.device))
+        self._few = _row_kernels(weights, self.attention) if passes is None else None
+        self._most = MOST_ROWS.get(self.dtype, 0)  # rows that these serve
         self._kernels = self._few, self._many
 
-    @classmethod
-    def of(
-        cls, model: Any, family: Family, spec: ModelSpec, join: bool | None = None, quantize: str | None = None
-    ) -> LlamaDecoder | None:
-        """None where the model's modules are not of the shape. ``join`` (by default on a GPU) lays the weights of a
-        layer's query, key and value side by side; the modules then hold parts of them. ``quantize``: one of
-        ``ops.fp8.QUANTIZATIONS``, by which all layers' products run; ModelError where it cannot."""
-        weights = read_weights(model, family, spec.head_dim, join if quantize is None else False)
-        if weights is None or quantize is None:
-            return None if weights is None else cls(weights, spec)
-        kernels = Fp8Kernels.of(quantize, weights.head.weight.device, spec.dtype)
-        return cls(weights, spec, layers=quantize_layers(model.get_decoder().layers, weights.layers, kernels))
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """``token_ids`` [rows] -> what the first layer is given, [rows, channels]."""
+        return self.weights.embedding.rows(token_ids, self.dtype)
 
     def kernels(self, rows: int) -> KernelSet:
         """What runs the layers for a pass of ``rows`` rows."""
@@ -82,7 +64,7 @@ class LlamaDecoder:
         """What runs a decode step on a GPU: products and Triton launches, which a graph can record."""
         from saccade.ops.triton import products, rows  # needs Triton
 
-        return self._products(rows, joined=True, products=products)
+        return self._products(rows, products)
 
     def watch(self, stopwatch: Stopwatch | None) -> None:
         """Have ``stopwatch`` time the operations as "linear". None ends it."""
@@ -105,19 +87,18 @@ class LlamaDecoder:
         if delta is not None:
             hidden.add_(delta)
 
-    def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
-        weights, products = self.weights, products or TorchProducts(passes)
-        head = ProductHead(weights.norm, weights.head, passes, products)
-        if self._layers is not None:
-            return KernelSet(self._layers, head)
-        most = MLP_ROWS if weights.head.weight.device.type == "cpu" else 1 << 62
-        together = weights.joined if joined and weights.joined is not None else [None] * len(weights.layers)
-        layers = [ProductLayer(layer, passes, products, most, one) for layer, one in zip(weights.layers, together)]
-        return KernelSet(layers, head)
+    def _products(self, passes: RowPasses, products: Products | None = None) -> KernelSet:
+        weights = self.weights
+        most = MLP_ROWS if self.device.type == "cpu" else 1 << 62
+        layers = [
+            ProductLayer(layer, passes, products or OwnProducts(layer.output.passes(passes)), most)
+            for layer in weights.layers
+        ]
+        return KernelSet(layers, ProductHead(weights.norm, weights.head, passes, products or OwnProducts(passes)))
 
 
-def _passes(weight: Tensor) -> RowPasses:
-    if not weight.is_cuda or not triton.available():
+def _passes(device: torch.device) -> RowPasses:
+    if device.type != "cuda" or not triton.available():
         return row_passes
     from saccade.ops.triton import rows  # needs Triton
 
@@ -126,7 +107,7 @@ def _passes(weight: Tensor) -> RowPasses:
 
 def _row_kernels(weights: LlamaWeights, attention: Sequence[LayerAttention]) -> KernelSet | None:
     """The C++ kernels for few rows, where they read the weights."""
-    if serves(*(part for layer in weights.layers for part in layer.tensors), *weights.ends) is not None:
+    if not (all(serves(layer) for layer in weights.layers) and serves_head(weights.norm, weights.head)):
         return None
 
     def logits(hidden: Tensor, delta: Tensor | None) -> Tensor:

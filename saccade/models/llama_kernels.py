@@ -6,35 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
 
 from saccade.models.interface import Stopwatch
 from saccade.ops.layer_rows import RowLayers
-from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
+from saccade.ops.layer_weights import LayerWeights, Norm
+from saccade.ops.matrices import Matrix, RowPasses
 
 Projected = tuple[Tensor, Tensor, Tensor]
-
-
-def product(x: Tensor, matrix: Matrix) -> Tensor:
-    """``x`` [rows, in] times a matrix: [rows, out].
-
-    For every number of rows it meets, torch keeps code and packed weights of a bfloat16 product on a CPU, some 4 MB a
-    prompt length, for good. So rows are padded to one of eight numbers an octave, which costs 6 % on average.
-    """
-    rows = x.shape[0]
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return linear(x, matrix.weight, matrix.bias)
-    return linear(pad(x, (0, 0, 0, padded_rows(rows) - rows)), matrix.weight, matrix.bias)[:rows]
-
-
-def padded_rows(rows: int) -> int:
-    """``rows`` rounded up to four significant bits."""
-    step = 1 << max(0, rows.bit_length() - 4)
-    return -(-rows // step) * step
 
 
 class LayerKernels(Protocol):
@@ -52,39 +33,28 @@ class LayerKernels(Protocol):
         ...
 
 
-class RowPasses(Protocol):
-    """What happens to rows between matrix products: ``ops.row_passes``, or ``ops.triton.rows`` on a GPU, where each is
-    one launch that a graph can record."""
-
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor: ...
-
-    def rotate(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None: ...
-
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor: ...
-
-
 class Products(Protocol):
-    """Products of rows with matrices: torch's (:class:`TorchProducts`), or ``ops.triton.products`` for few rows on a
+    """Products of rows with matrices: their own (:class:`OwnProducts`), or ``ops.triton.products`` for few rows on a
     GPU."""
 
-    def product(self, x: Tensor, matrix: Matrix) -> Tensor: ...
+    def product(self, x: Any, matrix: Matrix) -> Tensor: ...
 
-    def gated(self, x: Tensor, gate: Matrix, up: Matrix) -> Tensor: ...
+    def gated(self, x: Any, gate: Matrix, up: Matrix) -> Any: ...
 
 
 @dataclass(frozen=True)
-class TorchProducts:
-    """torch's products, any number of rows on any device, with ``passes`` between them."""
+class OwnProducts:
+    """The matrices' own products, any number of rows on any device, with ``passes`` between them."""
 
     passes: RowPasses
 
-    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """See :func:`product`."""
-        return product(x, matrix)
+    def product(self, x: Any, matrix: Matrix) -> Tensor:
+        """``x`` [rows, channels] times ``matrix``."""
+        return matrix.product(x)
 
-    def gated(self, x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
+    def gated(self, x: Any, gate: Matrix, up: Matrix) -> Any:
         """``silu(x times gate) * (x times up)``."""
-        return self.passes.gated(product(x, gate), product(x, up))
+        return self.passes.gated(gate.product(x), up.product(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,38 +80,25 @@ class KernelSet:
 
 
 class ProductLayer:
-    """A layer by matrix ``products``, with ``passes`` between them.
+    """A layer by matrix ``products``, with ``passes`` between them that leave rows as its matrices take them. At most
+    ``mlp_rows`` rows go through the MLP at a time."""
 
-    ``joined``, if there is one, is query, key and value as one matrix, of which theirs are parts: one product then
-    reads them. At most ``mlp_rows`` rows go through the MLP at a time.
-    """
-
-    def __init__(
-        self,
-        weights: LayerWeights,
-        passes: RowPasses,
-        products: Products,
-        mlp_rows: int,
-        joined: Matrix | None = None,
-    ) -> None:
+    def __init__(self, weights: LayerWeights, passes: RowPasses, products: Products, mlp_rows: int) -> None:
         self._weights = weights
         self._products = products
-        self._joined = joined
-        self._passes = passes
-        self._mlp_rows = mlp_rows
-        self._heads = [part.weight.shape[0] // weights.head_dim for part in weights.matrices[:3]]
+        self._passes = weights.output.passes(passes)
+        self._mlp_rows = mlp_rows if self._passes is passes else 1 << 62
+        self._heads = [part.outputs // weights.head_dim for part in weights.matrices[:3]]
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
         """See :class:`LayerKernels`."""
-        weights = self._weights
+        weights, product = self._weights, self._products.product
         shape = hidden.shape[0], -1, weights.head_dim
         x = self._passes.add_norm(hidden, delta, weights.norm.weight, weights.norm.epsilon)
-        if self._joined is None:
-            q = self._products.product(x, weights.query).view(shape)
-            k = self._products.product(x, weights.key).view(shape)
-            v = self._products.product(x, weights.value).view(shape)
+        if weights.joined is None:
+            q, k, v = (product(x, part).view(shape) for part in weights.matrices[:3])
         else:
-            q, k, v = self._products.product(x, self._joined).view(shape).split(self._heads, 1)
+            q, k, v = product(x, weights.joined).view(shape).split(self._heads, 1)
         if weights.rotated:
             self._passes.rotate(q, k, cos, sin, weights.head_norms)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
@@ -149,18 +106,21 @@ class ProductLayer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
         """See :class:`LayerKernels`."""
         weights = self._weights
-        attended = attended.transpose(0, 1).reshape(hidden.shape[0], -1)
-        delta = self._products.product(attended, weights.output)
+        delta = self._products.product(self._passes.heads(attended), weights.output)
         x = self._passes.add_norm(hidden, delta, weights.second_norm.weight, weights.second_norm.epsilon)
-        if len(x) <= self._mlp_rows:
+        if hidden.shape[0] <= self._mlp_rows:
             return self._mlp(x)
         for part in x.split(self._mlp_rows):
             part.copy_(self._mlp(part))
         return x
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        inner = self._products.gated(x, self._weights.gate, self._weights.up)
-        return self._products.product(inner, self._weights.down)
+    def _mlp(self, x: Any) -> Tensor:
+        weights, products = self._weights, self._products
+        if weights.both is None:
+            inner = products.gated(x, weights.gate, weights.up)
+        else:
+            inner = self._passes.gated(*products.product(x, weights.both).chunk(2, -1))
+        return products.product(inner, weights.down)
 
 
 class ProductHead:

@@ -1,149 +1,198 @@
-"""The weights of a model of the Llama shape, read from its modules and laid where steps read them fastest."""
+"""The weights of a model of the Llama shape, filled in by their names from wherever they are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
-from saccade.models.families import Family, LlamaShape
-from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
+from saccade.models.families import Family
+from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
+from saccade.ops.matrices import DenseMatrix, Matrix
 
-ARENA_BYTES = 1 << 26
-LINE = 64  # values: weights begin at a cache line
-SMALL = 1 << 20  # bytes: of norms and biases
+# A layer's matrices by transformers' names, in the order in which a step reads them.
+MATRICES = {
+    "self_attn.q_proj": "query",
+    "self_attn.k_proj": "key",
+    "self_attn.v_proj": "value",
+    "self_attn.o_proj": "output",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+
+
+Use = Literal["matrix", "table", "vector"]  # what a step reads of a tensor: all, rows of its tokens, all of a small one
+
+
+class WeightSource(Protocol):
+    """A model's stored tensors by transformers' names: ``models.dense_weights``, ``models.gguf_weights``, or a
+    :class:`NamedTensors`. Each is asked for once, about in the order in which a step reads them."""
+
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """The tensor on the device that it runs on; in the dtype that it runs in, if it is of plain numbers."""
+        ...
+
+    def format(self, name: str) -> type[Matrix]:
+        """What matrix the tensor is the weight of."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class LlamaWeights:
-    """All layers, the final norm and the head. ``joined``, if there are any, are each layer's query, key and value as
-    one matrix, of which theirs are parts. ``scales`` are what each layer's attention multiplies its logits by."""
+    """The embedding, all layers, the final norm and the head, which may be the embedding. ``scales``, ``windows``: what
+    each layer's attention multiplies its logits by, and how many tokens back it reads."""
 
+    embedding: Matrix
     layers: list[LayerWeights]
     norm: Norm
     head: Matrix
     scales: list[float]
-    joined: list[Matrix] | None
+    windows: list[int | None]
 
     @property
-    def ends(self) -> tuple[Tensor | None, ...]:
-        """The tensors of the final norm and the head."""
-        return self.norm.weight, self.head.weight, self.head.bias
+    def step_bytes(self) -> int:
+        """What a decode step reads: all but an embedding that is no head too."""
+        norms = self.norm.weight.nbytes + sum(norm.nbytes for layer in self.layers for norm in layer.norms)
+        return norms + self.matrix_bytes
+
+    @property
+    def matrix_bytes(self) -> int:
+        """What a decode step reads of the matrices."""
+        return self.head.nbytes + sum(matrix.nbytes for layer in self.layers for matrix in layer.matrices)
+
+    @property
+    def format(self) -> str | None:
+        """Formats of the matrices that are no plain numbers; None where all are."""
+        own = {matrix.format for layer in self.layers for matrix in layer.matrices} | {self.head.format}
+        return "+".join(sorted(one for one in own if one is not None)) or None
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors as they are stored, by transformers' names."""
+        return dict(self._named())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", self.embedding.weight
+        for index, layer in enumerate(self.layers):
+            start = f"model.layers.{index}."
+            parts = zip(MATRICES, layer.matrices)
+            for name, matrix in [(start + name, matrix) for name, matrix in parts]:
+                yield f"{name}.weight", matrix.weight
+                if matrix.bias is not None:
+                    yield f"{name}.bias", matrix.bias
+            yield f"{start}input_layernorm.weight", layer.norm.weight
+            yield f"{start}post_attention_layernorm.weight", layer.second_norm.weight
+            if layer.head_norms is not None:
+                yield f"{start}self_attn.q_norm.weight", layer.head_norms.query
+                yield f"{start}self_attn.k_norm.weight", layer.head_norms.key
+        yield "model.norm.weight", self.norm.weight
+        yield "lm_head.weight", self.head.weight
 
 
-def read_weights(model: Any, family: Family, head_dim: int, join: bool | None = None) -> LlamaWeights | None:
-    """The weights of ``model``, which stay its parameters; None where its modules are not of the Llama shape. ``join``
-    (by default on a GPU) lays each layer's query, key and value side by side."""
-    shape = family.llama_shape
-    if shape is None or model.config.hidden_act != "silu":
-        return None
-    decoder, output = model.get_decoder(), model.get_output_embeddings()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if gather_weights(linears):
-        moved = {id(module.weight) for module in linears}
-        for weight in model.parameters():
-            if id(weight) not in moved and weight.device.type == "cpu" and _bytes(weight) < SMALL:
-                weight.data = weight.data.clone()  # the last ones by which the file would stay mapped beside its copy
-    joined = None
-    try:
-        layers = [_layer(layer, shape, head_dim) for layer in decoder.layers]
-        if output.weight.is_cuda if join is None else join:
-            joined = [_join(layer.self_attn) for layer in decoder.layers]
-            layers = [_layer(layer, shape, head_dim) for layer in decoder.layers]  # their weights are parts now
-        norm, head = _norm(getattr(decoder, family.final_norm)), _matrix(output)
-    except _Unlike:
-        return None
-    return LlamaWeights(layers, norm, head, [float(layer.self_attn.scaling) for layer in decoder.layers], joined)
+def has_shape(family: Family, config: Any) -> bool:
+    """Whether a model's layers are Llama's."""
+    return family.llama_shape is not None and config.hidden_act == "silu"
 
 
-@torch.inference_mode(False)
-def gather_weights(modules: Sequence[nn.Linear]) -> bool:
-    """Move the weights of large models on a CPU, of one dtype, into memory with pages of 2 MiB, in the order of the
-    modules: a step reads each of them once, and its reading is faster by a quarter. They stay the parameters they are;
-    at most ``ARENA_BYTES`` more are needed while they move, since pages of the file that are copied are let go. Whether
-    they were moved."""
-    weights = list({id(module.weight): module.weight for module in modules}.values())
-    if sum(_bytes(weight) for weight in weights) < ARENA_BYTES or len({weight.dtype for weight in weights}) > 1:
-        return False
-    if any(weight.device.type != "cpu" for weight in weights):
-        return False
-    while weights:
-        some = [weights.pop(0)]
-        while weights and sum(map(_bytes, some)) < ARENA_BYTES:
-            some.append(weights.pop(0))
-        starts = list(accumulate((-(-weight.numel() // LINE) * LINE for weight in some), initial=0))
-        arena = torch.empty(starts[-1], dtype=some[0].dtype)
-        ask_for_huge_pages(arena)
-        for start, weight in zip(starts, some):
-            moved = arena[start : start + weight.numel()].view(weight.shape).copy_(weight.data)
-            forget_file_pages(weight.data)
-            weight.data = moved
-        trim_memory()
-    return True
+def read_weights(
+    model: Any,
+    source: WeightSource,
+    join: bool = False,
+    convert: Callable[[Matrix], Matrix] | None = None,
+) -> LlamaWeights:
+    """The weights of ``model``, whose modules say of what sizes, scales and windows they are and need hold no memory
+    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
+    matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
+    decoder, config = model.get_decoder(), model.config
+    embedding = None if config.tie_word_embeddings else _matrix(source, "model.embed_tokens", use="table")
+    layers, scales, windows = [], [], []
+    for index, module in enumerate(decoder.layers):
+        layers.append(_layer(module, f"model.layers.{index}.", source, join, convert))
+        scales.append(float(module.self_attn.scaling))
+        windows.append(_window(module.self_attn, config))
+    norm = Norm(source.tensor("model.norm.weight", "vector"), decoder.norm.variance_epsilon)
+    if embedding is None:
+        embedding = head = _matrix(source, "model.embed_tokens")
+    else:
+        head = _matrix(source, "lm_head")
+    return LlamaWeights(embedding, layers, norm, head, scales, windows)
 
 
-def _bytes(weight: Tensor) -> int:
-    return weight.numel() * weight.element_size()
-
-
-class _Unlike(Exception):
-    """A module is not what the decoder computes."""
-
-
-def _layer(layer: Any, shape: LlamaShape, head_dim: int) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    query, key, value = _matrix(attention.q_proj), _matrix(attention.k_proj), _matrix(attention.v_proj)
-    return LayerWeights(
-        _norm(layer.input_layernorm),
-        query,
-        key,
-        value,
-        _matrix(attention.o_proj),
-        _norm(layer.post_attention_layernorm),
-        _matrix(mlp.gate_proj),
-        _matrix(mlp.up_proj),
-        _matrix(mlp.down_proj),
-        head_dim,
-        rotated=bool(getattr(attention, "use_rope", True)),
-        head_norms=_head_norms(_norm(attention.q_norm), _norm(attention.k_norm)) if shape.head_norms else None,
+def _matrix(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+    weight = f"{name}.weight"
+    return source.format(weight).of(
+        source.tensor(weight, use), source.tensor(f"{name}.bias", "vector") if bias else None
     )
 
 
-def _matrix(module: Any) -> Matrix:
-    if type(module) is not nn.Linear:
-        raise _Unlike
-    return Matrix(module.weight.detach(), None if module.bias is None else module.bias.detach())
+def _window(attention: Any, config: Any) -> int | None:
+    """As the module hands it to its attention: its own, or for all layers the config's (Mistral)."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(config, "sliding_window", None)
 
 
-def _norm(module: Any) -> Norm:
-    if not type(module).__name__.endswith("RMSNorm"):
-        raise _Unlike
-    return Norm(module.weight.detach(), module.variance_epsilon)
+def _layer(
+    module: Any, start: str, source: WeightSource, join: bool, convert: Callable[[Matrix], Matrix] | None
+) -> LayerWeights:
+    attention = module.self_attn
+    made: dict[str, Matrix] = {}
+    for name, part in MATRICES.items():
+        made[part] = _matrix(source, start + name, bias=module.get_submodule(name).bias is not None)
+    joined = both = None
+    if join or convert is not None:
+        joined = _joined(made, ("query", "key", "value"), convert)
+    if convert is not None:
+        both = _joined(made, ("gate", "up"), convert)
+        made.update({part: convert(made[part]) for part in ("output", "down")})
+
+    def norm(name: str, of: Any) -> Norm:
+        return Norm(source.tensor(f"{start}{name}.weight", "vector"), of.variance_epsilon)
+
+    norms = None
+    if hasattr(attention, "q_norm"):
+        query, key = norm("self_attn.q_norm", attention.q_norm), norm("self_attn.k_norm", attention.k_norm)
+        norms = HeadNorms(query.weight, key.weight, query.epsilon)
+    return LayerWeights(
+        norm=norm("input_layernorm", module.input_layernorm),
+        second_norm=norm("post_attention_layernorm", module.post_attention_layernorm),
+        head_dim=attention.head_dim,
+        rotated=bool(getattr(attention, "use_rope", True)),
+        head_norms=norms,
+        joined=joined,
+        both=both,
+        **made,
+    )
 
 
-def _head_norms(query: Norm, key: Norm) -> HeadNorms:
-    if query.epsilon != key.epsilon:
-        raise _Unlike
-    return HeadNorms(query.weight, key.weight, query.epsilon)
-
-
-@torch.no_grad()
-def _join(attention: Any) -> Matrix:
-    """The weights [all outputs, channels] and biases of the query, key and value as one, of which theirs become
-    parts."""
-    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-    widths = [module.weight.shape[0] for module in modules]
-    weight = torch.cat([module.weight for module in modules])
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-    for number, (module, part) in enumerate(zip(modules, weight.split(widths))):
-        module.weight.data = part
-        if bias is not None:
-            module.bias.data = bias.split(widths)[number]
-    if weight.is_cuda:
+def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
+    """Matrices of ``made`` as one, of which theirs become parts; None where they are of several formats."""
+    parts = [made[name] for name in names]
+    if len({type(part) for part in parts}) > 1:
+        return None
+    whole = type(parts[0]).join(parts)
+    if convert is not None:
+        whole = convert(whole)
+    made.update(zip(names, whole.split([part.outputs for part in parts])))
+    del parts
+    if whole.weight.is_cuda:
         torch.cuda.empty_cache()  # what they held before is of no size that anything else has
-    return Matrix(weight, bias)
+    return whole
+
+
+class NamedTensors:
+    """A source of tensors by their names, as they lie: a model's ``state_dict()`` is one."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """See :class:`WeightSource`."""
+        return self._tensors[name].detach()
+
+    def format(self, name: str) -> type[Matrix]:
+        """See :class:`WeightSource`."""
+        return DenseMatrix

@@ -6,24 +6,31 @@ fills in missing tensors at random and drops tensors it has no place for: both a
 
 from __future__ import annotations
 
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError, shown
 from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
-from saccade.models.headers import refuse_more_layers, refuse_other_shapes
-from saccade.models.identity import FoundOnce, ModelIdentity, digest_weights, identity_of
+from saccade.models.headers import described_model, refuse_absent, refuse_more_layers
+from saccade.models.identity import (
+    FoundOnce,
+    ModelIdentity,
+    digest_weights,
+    identity_of,
+    joined_digest,
+)
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
-from saccade.models.llama_fp8 import Fp8Kernels
+from saccade.models.llama_loading import fp8_matrices, load_llama
+from saccade.models.llama_weights import has_shape
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.refusals import refuse_unsupported
@@ -32,9 +39,6 @@ from saccade.models.runner import HFRunner
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Tensors old checkpoints carry that hold nothing but what the config already says.
-_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,19 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """What a decode step reads of the weights: all but an embedding that is no output layer too."""
+        if self.runner.llama is not None:
+            return self.runner.llama.weights.step_bytes
         model = self.runner.model
-        total = sum(one.numel() * one.element_size() for one in model.parameters())
         embedding = model.get_input_embeddings().weight
         tied = embedding is model.get_output_embeddings().weight
-        return total if tied else total - embedding.numel() * embedding.element_size()
+        return sum(one.nbytes for one in model.parameters()) - (0 if tied else embedding.nbytes)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """What a decode step reads of weight matrices alone, the head's among them."""
+        if self.runner.llama is not None:
+            return self.runner.llama.weights.matrix_bytes
+        return sum(one.weight.nbytes for one in self.runner.model.modules() if isinstance(one, nn.Linear))
 
 
 def load_model(
@@ -89,43 +101,47 @@ def load_model(
         config = _read_hf_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
-        if quantize is not None:
-            if family.llama_shape is None:
-                raise _not_llama(checkpoint.path, quantize, family.model_type)
-            Fp8Kernels.of(quantize, target, run_dtype)
-        model = _load_weights(checkpoint, config, run_dtype)
+        convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, run_dtype)
+        described = described_model(checkpoint, config, run_dtype)
+        # Weights that leave the host, or their type, are digested while they are there; others when asked for.
+        leave = target.type != "cpu" or quantize is not None
+        if has_shape(family, config):
+            model = described
+            found: dict[str, str] | None = {} if leave else None
+            llama = load_llama(checkpoint, model, target, run_dtype, convert, found)
+            digest = None if found is None else joined_digest(found)
+        else:
+            model, llama = _load_modules(checkpoint, config, run_dtype), None
+            digest = digest_weights(model.state_dict()) if leave else None
+            model.to(target)
         tokenizer = load_tokenizer(checkpoint.path)
-    # Weights that leave the host, or their type, are digested while they are there; others when somebody asks.
-    digest = None if target.type == "cpu" and quantize is None else digest_weights(model)
-    model.to(target)
     model.eval()
-    spec = _spec(model, family, run_dtype)
-    llama = LlamaDecoder.of(model, family, spec, quantize=quantize)
-    if quantize is not None and llama is None:
-        raise _not_llama(checkpoint.path, quantize, f"{family.model_type} with hidden_act={shown(config.hidden_act)}")
-    generation_config = model.generation_config
+    spec = _spec(model, family, run_dtype, llama)
+    runner = HFRunner(model, family, spec, llama)
+    generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)
     for note in notes:
         warnings.warn(note, stacklevel=2)
+    stored = None if llama is None else llama.weights.format
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
-        runner=HFRunner(model, family, spec, llama),
+        runner=runner,
         tokenizer=tokenizer,
         config=model.config,
         generation_config=generation_config,
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model, spec, digest or digest_weights(model), quantize)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, digest or digest_weights(runner.weights), stored)),
     )
 
 
-def _not_llama(path: Path, quantize: str, what: str) -> ModelError:
-    shaped = ", ".join(one.model_type for one in FAMILIES.values() if one.llama_shape is not None)
-    return ModelError(
-        f"{path}: quantize={quantize!r} is for models whose layers are Llama's ({shaped}), not {what}; leave it out"
-    )
+def _generation_config(checkpoint: Checkpoint, model: Any) -> GenerationConfig:
+    """The folder's, if it has one, else what config.json says of it."""
+    if not (checkpoint.path / "generation_config.json").is_file():
+        return model.generation_config
+    return GenerationConfig.from_pretrained(checkpoint.path, local_files_only=True)
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -223,9 +239,8 @@ def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
         )
 
 
-def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
-    attention.register()
-    refuse_other_shapes(checkpoint, config, attention.ATTENTION_NAME)
+def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    """transformers' modules with their weights."""
     loaded: Any  # (model, loading info); the stubs know only the call without the info
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -242,34 +257,18 @@ def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     except Exception as error:  # transformers and safetensors raise many kinds
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
     model, info = loaded
-    _refuse_partial_load(checkpoint.path, info)
+    mismatched = [str(key[0]) if isinstance(key, tuple) else str(key) for key in info["mismatched_keys"]]
+    if mismatched:
+        raise ModelError(f"{checkpoint.path}: {sorted(mismatched)[0]} has a shape that config.json does not describe")
+    refuse_absent(checkpoint, info["missing_keys"], info["unexpected_keys"])
+    if info["error_msgs"]:
+        raise ModelError(f"{checkpoint.path} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
     return model
 
 
-def _refuse_partial_load(path: Path, info: dict[str, Any]) -> None:
-    mismatched = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info["mismatched_keys"])
-    if mismatched:
-        raise ModelError(f"{path}: {_count(mismatched)} a shape that config.json does not describe")
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(f"{path}: {_count(missing)} no weights in the checkpoint; it is incomplete, download it again")
-    extra = sorted(key for key in info["unexpected_keys"] if not _HARMLESS_EXTRA.search(key))
-    if extra:
-        raise ModelError(
-            f"{path}: {_count(extra)} no place in the model config.json describes (wrong config, or weights of an "
-            "unsupported kind such as a quantised or extended model)"
-        )
-    if info["error_msgs"]:
-        raise ModelError(f"{path} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
-
-
-def _count(names: list[str]) -> str:
-    return f"tensor {names[0]} has" if len(names) == 1 else f"{len(names)} tensors ({names[0]}, ...) have"
-
-
-def _spec(model: Any, family: Family, dtype: torch.dtype) -> ModelSpec:
+def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | None) -> ModelSpec:
     config = model.config
-    layers = probe_layers(model, family)
+    layers = probe_layers(model, family, llama)
     return ModelSpec(
         family=family.model_type,
         layers=config.num_hidden_layers,

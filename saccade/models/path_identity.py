@@ -7,11 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 SAMPLES = 1024  # of a weight
 
@@ -21,10 +21,11 @@ def is_path_identity(stored: Any) -> bool:
     return isinstance(stored, str) and len(stored) == 32
 
 
-def shows_this_model(stored: str, model: nn.Module) -> bool:
+def shows_this_model(stored: str, model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
     """Whether ``stored`` is what a version of that time, with the library's version that is at work here, called
-    ``model`` by one of the names that its folder has: as it was given, absolute, relative, and without links."""
-    samples = list(_samples(model))
+    ``model`` of these ``weights``, in its own order, by one of the names that its folder has: as it was given,
+    absolute, relative, and without links."""
+    samples = list(_samples(weights))
     return any(_digest(model, text, samples) == stored for text in _config_texts(model))
 
 
@@ -52,8 +53,8 @@ def _relative(name: str) -> str:
         return name
 
 
-def _samples(model: nn.Module) -> Iterator[tuple[str, bytes]]:
-    for name, weight in model.state_dict().items():
+def _samples(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, bytes]]:
+    for name, weight in weights.items():
         flat = weight.detach().reshape(-1)
         picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
         yield f"{name} {tuple(weight.shape)} {weight.dtype}", picked.view(torch.uint8).numpy().tobytes()

@@ -17,6 +17,7 @@ from saccade.errors import ModelError, SaccadeError
 from saccade.models.checkpoint import first_line
 from saccade.models.families import Family, configured_windows
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
+from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
 
 
@@ -51,15 +52,16 @@ class _Recorder:
         raise NotImplementedError("nothing is frozen here")
 
 
-def probe_layers(model: Any, family: Family) -> LayerShapes:
-    """Run one token through ``model`` and return what its layers ask for; ModelError where they disagree."""
+def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> LayerShapes:
+    """Run one token through ``model``, or ``llama`` in its place, and return what its layers ask for; ModelError where
+    they disagree."""
     config = model.config
     recorder = _Recorder()
     layers = config.num_hidden_layers
     blank = ModelSpec(family.model_type, layers, 0, 0, 0, 0, 0, torch.float32, (None,) * layers)
     zero = torch.zeros(1, dtype=torch.int64)
     try:
-        runner = HFRunner(model, family, blank)
+        runner = HFRunner(model, family, blank, llama)
         logits = runner.run(zero, zero, recorder, segments=[Segment(0, 1, 1)], logit_rows=zero)
     except SaccadeError:
         raise

@@ -36,8 +36,8 @@ SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 class HFRunner:
     """Runs a checked transformers causal LM; implements ``interface.Runner``.
 
-    ``model`` must have been loaded with ``attn_implementation="saccade"`` and be of ``family``. ``llama`` runs its
-    layers and its head if there is one, else transformers' modules do.
+    ``model`` must have been made with ``attn_implementation="saccade"`` and be of ``family``. ``llama`` runs all of it
+    if there is one, and the modules of ``model`` then hold no weights (``models.headers``); else they do.
     """
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec, llama: LlamaDecoder | None = None) -> None:
@@ -56,7 +56,16 @@ class HFRunner:
     @property
     def device(self) -> torch.device:
         """See ``interface.Runner``."""
-        return self._head.weight.device
+        return self._head.weight.device if self.llama is None else self.llama.device
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors as they are stored, by transformers' names, in its order."""
+        held = self.model.state_dict()
+        if self.llama is None:
+            return held
+        named = self.llama.weights.named()
+        return {name: named[name] for name in held}
 
     def rope_regime(self, length: int) -> int:
         """See ``interface.Runner``."""
@@ -176,7 +185,7 @@ class HFRunner:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids`` [rows] -> what the first layer is given, [rows, channels]."""
-        hidden = self._embedding(token_ids)
+        hidden = self._embedding(token_ids) if self.llama is None else self.llama.embed(token_ids)
         if self.family.scale_embedding is not None:
             hidden = hidden * getattr(self.config, self.family.scale_embedding)
         return hidden

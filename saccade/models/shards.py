@@ -7,19 +7,20 @@ channels. What the output matrices of all ranks make is added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
 from saccade.models.interface import ModelSpec
-from saccade.models.llama import MLP_ROWS, LlamaDecoder
-from saccade.models.llama_kernels import ProductLayer, TorchProducts
+from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import LoadedModel
 from saccade.models.runner import HFRunner
-from saccade.ops import row_passes
-from saccade.ops.layer_weights import LayerWeights, Matrix
+from saccade.ops.layer_weights import LayerWeights
+from saccade.ops.matrices import DenseMatrix, Matrix
 
 Sum = Callable[[Tensor], Tensor]
 
@@ -44,44 +45,58 @@ def shard_model(model: LoadedModel, rank: int, ranks: int, add: Sum) -> LoadedMo
             f"tensor_parallel_size={ranks} is for models whose layers are Llama's (docs/models.md), not "
             f"{spec.family}; use tensor_parallel_size=1"
         )
-    layers = [_part(layer, rank, ranks) for layer in whole.weights.layers]
-    summed = {layer.output for layer in layers}
-    summed |= {part.down for part, one in zip(layers, whole.weights.layers) if part.down is not one.down}
-    products = SummedProducts(summed, add)
-    kernels = [ProductLayer(layer, row_passes, products, MLP_ROWS) for layer in layers]
-    llama = LlamaDecoder(whole.weights, spec, layers=kernels)
+    layers = [_part(layer, rank, ranks, add) for layer in whole.weights.layers]
+    llama = LlamaDecoder(replace(whole.weights, layers=layers))
     return replace(model, spec=spec, runner=HFRunner(model.runner.model, model.runner.family, spec, llama))
 
 
-class SummedProducts:
-    """torch's products, of which those with the matrices ``summed`` are added up over all ranks."""
+class SummedMatrix(Matrix):
+    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
 
-    def __init__(self, summed: set[Matrix], add: Sum) -> None:
-        self._own, self._summed, self._add = TorchProducts(row_passes), summed, add
+    def __init__(self, part: Matrix, add: Sum) -> None:
+        self._part, self._add = part, add
+        self.weight, self.bias, self.channels = part.weight, part.bias, part.channels
 
-    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """See ``llama_kernels.product``."""
-        made = self._own.product(x, matrix)
-        return self._add(made) if matrix in self._summed else made
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        """Not of a stored weight: of a part."""
+        raise NotImplementedError
 
-    def gated(self, x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
-        """``silu(x times gate) * (x times up)``."""
-        return self._own.gated(x, gate, up)
+    def product(self, x: Any) -> Tensor:
+        """See :class:`Matrix`."""
+        return self._add(self._part.product(x))
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`; of the part alone."""
+        return self._part.rows(ids, dtype)
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`."""
+        return [SummedMatrix(part, self._add) for part in self._part.split(widths)]
 
 
-def _part(layer: LayerWeights, rank: int, ranks: int) -> LayerWeights:
+def _part(layer: LayerWeights, rank: int, ranks: int, add: Sum) -> LayerWeights:
     """What a rank has of a layer."""
 
-    def rows(matrix: Matrix) -> Matrix:
-        weight, bias = matrix.weight, matrix.bias
-        return Matrix(weight.chunk(ranks)[rank], None if bias is None else bias.chunk(ranks)[rank])
+    def outputs(matrix: Matrix) -> Matrix:
+        return matrix.split([matrix.outputs // ranks] * ranks)[rank]
 
-    def columns(matrix: Matrix) -> Matrix:
-        return Matrix(matrix.weight.chunk(ranks, 1)[rank].contiguous(), matrix.bias if rank == 0 else None)
+    def channels(matrix: Matrix) -> Matrix:
+        if not isinstance(matrix, DenseMatrix):
+            raise ModelError(
+                f"tensor_parallel_size={ranks} is for weights of 16 or 32 bits, not {matrix.format}; "
+                "use tensor_parallel_size=1"
+            )
+        own = matrix.weight.chunk(ranks, 1)[rank].contiguous()
+        return SummedMatrix(DenseMatrix(own, matrix.bias if rank == 0 else None), add)
 
     part = replace(
-        layer, query=rows(layer.query), key=rows(layer.key), value=rows(layer.value), output=columns(layer.output)
+        layer,
+        query=outputs(layer.query),
+        key=outputs(layer.key),
+        value=outputs(layer.value),
+        output=channels(layer.output),
     )
-    if layer.gate.weight.shape[0] % ranks:
+    if layer.gate.outputs % ranks:
         return part
-    return replace(part, gate=rows(layer.gate), up=rows(layer.up), down=columns(layer.down))
+    return replace(part, gate=outputs(layer.gate), up=outputs(layer.up), down=channels(layer.down))

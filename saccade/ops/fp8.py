@@ -7,7 +7,6 @@ afterwards, so that no scale depends on another row: what a row gives hangs on i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,25 +30,6 @@ class QuantizedRows(NamedTuple):
         return self.values.float() * self.scale
 
 
-@dataclass(frozen=True, eq=False)
-class Fp8Matrix:
-    """A product with ``weight`` e4m3 [out, in] times ``scale`` float32 [1, out], plus ``bias`` [out]."""
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None = None
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Fp8Matrix:
-        """Of a ``weight`` [out, in] of any float type."""
-        rows = quantize(weight)
-        return cls(rows.values, rows.scale.t().contiguous(), bias)
-
-    def dequantized(self) -> Tensor:
-        """float32 [out, in]."""
-        return self.weight.float() * self.scale.t()
-
-
 def quantize(x: Tensor) -> QuantizedRows:
     """The rows of ``x`` [rows, channels] in e4m3: each scaled so that its largest value becomes 448."""
     wide = x.float()
@@ -57,27 +37,6 @@ def quantize(x: Tensor) -> QuantizedRows:
     factor = torch.full_like(largest, LARGEST) / largest  # a number over a tensor would be rounded twice
     values = (wide * factor).clamp(-LARGEST, LARGEST).to(E4M3)
     return QuantizedRows(values, largest * (1 / LARGEST))
-
-
-def product(x: QuantizedRows, matrix: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-    """[rows, out] in ``dtype`` (bfloat16), on the tensor cores of a GPU that :func:`why_not` has nothing against."""
-    if not x.values.shape[0]:
-        return x.scale.new_empty(0, matrix.weight.shape[0], dtype=dtype)
-    return torch._scaled_mm(
-        x.values,
-        matrix.weight.t(),
-        scale_a=x.scale,
-        scale_b=matrix.scale,
-        bias=matrix.bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
-
-
-def reference_product(x: QuantizedRows, matrix: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-    """What :func:`product` computes, of dequantized operands in float32, on any device."""
-    out = x.dequantized() @ matrix.dequantized().t()
-    return (out if matrix.bias is None else out + matrix.bias.float()).to(dtype)
 
 
 def why_no_products(device: torch.device) -> str | None:
@@ -92,7 +51,7 @@ def why_no_products(device: torch.device) -> str | None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why :func:`product` does not run for activations of ``dtype`` on ``device``; None where it does."""
+    """Why products do not run for activations of ``dtype`` on ``device``; None where it does."""
     reason = why_no_products(device)
     if reason is not None:
         return reason

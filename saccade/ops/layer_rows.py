@@ -11,32 +11,33 @@ from torch import Tensor
 
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native
-from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
+from saccade.ops.layer_weights import LayerWeights, Norm
 from saccade.ops.layout import written
+from saccade.ops.matrices import Matrix, on_host
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 64}  # from more rows on torch's matrix products are faster
 
 
-def serves(*tensors: Tensor | None) -> str | None:
-    """Why the kernels cannot work on weights; None where they can: on the CPU, contiguous, all float32 or all
-    bfloat16."""
-    there = [part for part in tensors if part is not None]
-    if not cpu.available():
-        return cpu.why_unavailable()
-    if len({part.dtype for part in there}) > 1 or there[0].dtype not in STORAGE:
-        return f"weights must all be float32 or all bfloat16; got {', '.join(str(part.dtype) for part in there)}"
-    if not all(part.device.type == "cpu" and part.is_contiguous() for part in there):
-        return "weights must be contiguous and lie on the CPU"
-    return None
+def serves(weights: LayerWeights) -> bool:
+    """Whether the kernels read a layer's weights as they lie: norms of one type, and matrices in formats that they
+    multiply by (``Matrix.native``), on the CPU."""
+    dtype = weights.norm.weight.dtype
+    norms = all(on_host(dtype, norm, norm) for norm in weights.norms)
+    return norms and all(part.native(dtype) is not None for part in weights.matrices)
+
+
+def serves_head(norm: Norm, matrix: Matrix) -> bool:
+    """:func:`serves`, for the final norm and the head."""
+    return on_host(norm.weight.dtype, norm.weight, None) and matrix.native(norm.weight.dtype) is not None
 
 
 class RowLayer:
-    """One layer's operations, for weights that :func:`reads` allows and whose shapes fit."""
+    """One layer's operations, for weights that :func:`serves` allows and whose shapes fit."""
 
     def __init__(self, weights: LayerWeights) -> None:
         self._kept = weights  # the kernels hold addresses
-        self.heads, self.kv_heads = (part.weight.shape[0] // weights.head_dim for part in (weights.query, weights.key))
-        self.head_dim, self.dtype, self.rotated = weights.head_dim, weights.query.weight.dtype, weights.rotated
+        self.heads, self.kv_heads = (part.outputs // weights.head_dim for part in (weights.query, weights.key))
+        self.head_dim, self.dtype, self.rotated = weights.head_dim, weights.norm.weight.dtype, weights.rotated
         norms = weights.head_norms
         self.native = native.LayerWeights(
             storage=STORAGE[self.dtype],
@@ -49,13 +50,13 @@ class RowLayer:
             head_epsilon=0.0 if norms is None else norms.epsilon,
             second_norm=address(weights.second_norm.weight),
             second_epsilon=weights.second_norm.epsilon,
-            query=_matrix(weights.query),
-            key=_matrix(weights.key),
-            value=_matrix(weights.value),
-            output=_matrix(weights.output),
-            gate=_matrix(weights.gate),
-            up=_matrix(weights.up),
-            down=_matrix(weights.down),
+            query=weights.query.native(self.dtype),
+            key=weights.key.native(self.dtype),
+            value=weights.value.native(self.dtype),
+            output=weights.output.native(self.dtype),
+            gate=weights.gate.native(self.dtype),
+            up=weights.up.native(self.dtype),
+            down=weights.down.native(self.dtype),
         )
 
     def project(
@@ -128,7 +129,7 @@ class RowLayers:
 def head(hidden: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
     """Logits fp32 [rows, out] of ``hidden`` [rows, channels], rounded to its dtype."""
     hidden = hidden.contiguous()
-    out = torch.empty(hidden.shape[0], matrix.weight.shape[0])
+    out = torch.empty(hidden.shape[0], matrix.outputs)
     rows, channels = hidden.shape
     cpu.kernels().head_rows(
         native.HeadRows(
@@ -139,12 +140,8 @@ def head(hidden: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
             hidden=address(hidden),
             norm=address(norm.weight),
             epsilon=norm.epsilon,
-            matrix=_matrix(matrix),
+            matrix=matrix.native(hidden.dtype),
             out=out.data_ptr(),
         )
     )
     return out
-
-
-def _matrix(part: Matrix) -> Any:
-    return native.RowMatrix(weight=address(part.weight), bias=address(part.bias), rows=part.weight.shape[0])

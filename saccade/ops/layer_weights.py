@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A product with ``weight`` [out, in] plus ``bias`` [out]."""
-
-    weight: Tensor
-    bias: Tensor | None = None
+if TYPE_CHECKING:
+    from saccade.ops.matrices import Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +29,8 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer. ``norm`` and ``second_norm`` stand before attention and before the gated MLP."""
+    """One layer. ``norm`` and ``second_norm`` stand before attention and before the gated MLP. ``joined`` and ``both``,
+    if there are any, are query, key and value, and gate and up, as one matrix, of which theirs are parts."""
 
     norm: Norm
     query: Matrix  # [heads * head_dim, channels]
@@ -48,6 +44,8 @@ class LayerWeights:
     head_dim: int
     rotated: bool = True  # whether queries and keys are
     head_norms: HeadNorms | None = None
+    joined: Matrix | None = None
+    both: Matrix | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -55,7 +53,6 @@ class LayerWeights:
         return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Every weight and bias."""
-        norms = self.norm.weight, self.second_norm.weight, *(self.head_norms or ())[:2]
-        return *norms, *(part for matrix in self.matrices for part in (matrix.weight, matrix.bias))
+    def norms(self) -> tuple[Tensor, ...]:
+        """The weights of all norms."""
+        return self.norm.weight, self.second_norm.weight, *(self.head_norms or ())[:2]

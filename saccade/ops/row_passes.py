@@ -29,6 +29,11 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
     return out
 
 
+def heads(attended: Tensor) -> Tensor:
+    """``attended`` [heads, rows, head_dim] as rows of all heads side by side."""
+    return attended.transpose(0, 1).reshape(attended.shape[1], -1)
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` of two [rows, n]; the first factor is rounded before the product. May be
     written over ``gate``."""

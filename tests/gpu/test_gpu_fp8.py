@@ -15,6 +15,7 @@ from saccade import LLM, SamplingParams
 from saccade.eval.suite import make
 from saccade.models.loader import load_model
 from saccade.ops import fp8
+from saccade.ops.fp8_weights import Fp8Matrix
 from saccade.ops.triton import fp8 as passes
 from saccade.ops.triton.rows import add_norm, gated
 
@@ -44,7 +45,7 @@ def test_passes(rows, channels):
     same(passes.add_norm(x, other, weight, 1e-5), fp8.quantize(add_norm(copy, other, weight, 1e-5)))
     assert torch.equal(x, copy)
     both = draw(rows, 2 * channels, seed=3)
-    same(passes.gated(both), fp8.quantize(gated(both[:, :channels], both[:, channels:])))
+    same(passes.gated(*both.chunk(2, -1)), fp8.quantize(gated(both[:, :channels], both[:, channels:])))
     attended = draw(rows, channels // 32, 32, seed=4).transpose(0, 1)
     wanted = fp8.quantize(attended.transpose(0, 1).reshape(rows, channels))
     ours = passes.heads(attended)
@@ -56,8 +57,8 @@ def test_passes(rows, channels):
 @pytest.mark.parametrize(("channels", "out", "bias"), [(4096, 6144, False), (64, 128, True), (208, 48, False)])
 def test_products(rows, channels, out, bias):
     x = fp8.quantize(draw(rows, channels))
-    matrix = fp8.Fp8Matrix.of(draw(out, channels, seed=1), draw(out, seed=2) if bias else None)
-    ours, wanted = (one(x, matrix, torch.bfloat16) for one in (fp8.product, fp8.reference_product))
+    weight, own = draw(out, channels, seed=1), draw(out, seed=2) if bias else None
+    ours, wanted = (Fp8Matrix.of(weight, own, reference).product(x) for reference in (False, True))
     assert ours.shape == wanted.shape == (rows, out)
     if rows:
         assert torch.isfinite(ours).all()

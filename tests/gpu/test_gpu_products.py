@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from saccade.ops.layer_weights import Matrix
+from saccade.ops.matrices import DenseMatrix
 from saccade.ops.triton.products import gated, product, serves
 from saccade.ops.triton.rows import add_norm
 
@@ -30,7 +30,7 @@ def draw(*size, seed=0, dtype=torch.bfloat16):
 def test_products(dtype, rows, outputs, channels, biased):
     x, weight = draw(rows, channels, dtype=dtype), (0.02 * draw(outputs, channels, seed=1)).to(dtype)
     bias = draw(outputs, seed=2, dtype=dtype) if biased else None
-    held = Matrix(weight, bias)
+    held = DenseMatrix(weight, bias)
     assert serves(x, held)
     exact = linear(x.float(), weight.float(), None if bias is None else bias.float())
     theirs = (linear(x, weight, bias).float() - exact).abs().max()
@@ -42,13 +42,17 @@ def test_products(dtype, rows, outputs, channels, biased):
 @pytest.mark.parametrize("inner", [14336, 4096, 200])
 def test_gated_products(rows, inner):
     x, gate, up = draw(rows, 4096), 0.02 * draw(inner, 4096, seed=1), 0.02 * draw(inner, 4096, seed=2)
-    made = gated(x, Matrix(gate), Matrix(up)).float()
+    made = gated(x, DenseMatrix(gate), DenseMatrix(up)).float()
     exact = silu(linear(x.float(), gate.float())) * linear(x.float(), up.float())
     torch.testing.assert_close(made, exact, rtol=2.5e-2, atol=2e-2)
 
 
 def test_a_row_is_what_it_is_alone():
-    x, held, up = draw(32, 4096), Matrix(0.02 * draw(4096, 4096, seed=1)), Matrix(0.02 * draw(4096, 4096, seed=2))
+    x, held, up = (
+        draw(32, 4096),
+        DenseMatrix(0.02 * draw(4096, 4096, seed=1)),
+        DenseMatrix(0.02 * draw(4096, 4096, seed=2)),
+    )
     all_rows, all_gated = product(x, held), gated(x, held, up)
     for count in (1, 2, 15, 16, 17, 31):
         assert torch.equal(product(x[:count], held), all_rows[:count])
@@ -59,7 +63,7 @@ def test_rows_of_launches_that_start_early_are_right_in_graphs():
     """Each launch takes its places while those before it run: what it reads must be what they wrote."""
     hidden, norm = draw(8, 4096), draw(4096, seed=1)
     shapes = [(14336, 4096), (14336, 4096), (4096, 14336), (4096, 4096)]
-    gate, up, down, square = (Matrix(0.02 * draw(*shape, seed=seed)) for seed, shape in enumerate(shapes, 2))
+    gate, up, down, square = (DenseMatrix(0.02 * draw(*shape, seed=seed)) for seed, shape in enumerate(shapes, 2))
 
     def layers(hidden, product, gated):
         delta = None

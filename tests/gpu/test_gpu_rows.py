@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_helpers import GREEDY, tokens
 from gpu_helpers import data
+from module_oracle import with_modules
 from tiny_models import make_checkpoint, random_ids
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -108,5 +109,5 @@ def test_a_model_answers_as_its_modules_do(family, tmp_path_factory):
     engine = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda")
     prompt = random_ids(700, seed=7)
     fast = tokens(engine.generate(prompt, GREEDY, policy="dense")[0])
-    engine.model.runner.llama = None  # transformers' modules run the layers of prefill
+    with_modules(engine.model.runner).llama = None  # transformers' modules run the layers of prefill
     assert tokens(engine.generate(prompt, GREEDY, policy="dense")[0]) == fast

@@ -15,7 +15,9 @@ from torch import Tensor
 from saccade.ops.fp8 import E4M3, LARGEST, LEAST, QuantizedRows
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.rows import _turned_in_place
+from saccade.ops.triton.rows import _turned_in_place, rotate
+
+__all__ = ["add_norm", "gated", "heads", "rotate"]
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> QuantizedRows:
@@ -44,17 +46,19 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
     return out
 
 
-def gated(both: Tensor) -> QuantizedRows:
-    """``silu(gate) * up`` of ``both`` [rows, 2 * n], gate and up side by side; quantized [rows, n]."""
-    rows, inner = both.shape[0], both.shape[1] // 2
-    both = in_rows(both)
-    out = _empty(both, inner)
+def gated(gate: Tensor, up: Tensor) -> QuantizedRows:
+    """``silu(gate) * up`` of two [rows, n]; quantized."""
+    rows, inner = gate.shape
+    gate, up = in_rows(gate), in_rows(up)
+    out = _empty(gate, inner)
     width = pad(inner)
     if rows:
         _gated[(rows,)](
-            both,
+            gate,
+            up,
             *out,
-            both.stride(0),
+            gate.stride(0),
+            up.stride(0),
             INNER=inner,
             WIDTH=width,
             LARGEST=LARGEST,
@@ -133,17 +137,16 @@ def _add_norm(
 
 @triton.jit
 def _gated(
-    both, out, scale, both_row,
+    gates, ups, out, scale, gate_row, up_row,
     INNER: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, WIDTH)
     row = tl.program_id(0).to(tl.int64)
     real = channel < INNER
-    at = both + row * both_row + channel
-    gate = tl.load(at, mask=real, other=0.0)
+    gate = tl.load(gates + row * gate_row + channel, mask=real, other=0.0)
     y = gate.to(tl.float32)
     y = (y / (1.0 + tl.exp(-y))).to(gate.dtype).to(tl.float32)
-    y = (y * tl.load(at + INNER, mask=real, other=0.0).to(tl.float32)).to(gate.dtype).to(tl.float32)
+    y = (y * tl.load(ups + row * up_row + channel, mask=real, other=0.0).to(tl.float32)).to(gate.dtype).to(tl.float32)
     values, one = scaled(y, tl.max(tl.abs(y), 0), LARGEST, LEAST)
     tl.store(out + row * INNER + channel, values, mask=real)
     tl.store(scale + row, one)

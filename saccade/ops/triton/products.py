@@ -8,14 +8,15 @@ rows nor on the other rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
-from saccade.ops.layer_weights import Matrix
 from saccade.ops.layout import rows as in_rows
+from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.triton.common import arrivals, begin, is_hopper, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
@@ -26,10 +27,10 @@ FETCHED = 2  # tiles that a program asks for before it waits
 FEWEST_TILES = 4  # of a program, where several share an output's channels
 
 
-def product(x: Tensor, matrix: Matrix) -> Tensor:
+def product(x: Any, matrix: Matrix) -> Tensor:
     """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32."""
     if not serves(x, matrix):
-        return linear(x, matrix.weight, matrix.bias)
+        return matrix.product(x)
     return _launch(x, matrix, None)
 
 
@@ -38,15 +39,16 @@ def gated(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
     if not (
         serves(x, gate) and serves(x, up) and gate.weight.shape == up.weight.shape and gate.bias is up.bias is None
     ):
-        return gate_rows(linear(x, gate.weight, gate.bias), linear(x, up.weight, up.bias))
+        return gate_rows(gate.product(x), up.product(x))
     return _launch(x, gate, up)
 
 
-def serves(x: Tensor, matrix: Matrix) -> bool:
-    """Whether the kernel takes this product; torch's does otherwise."""
+def serves(x: Any, matrix: Matrix) -> bool:
+    """Whether the kernel takes this product; the matrix's own does otherwise."""
     weight = matrix.weight
     return (
-        0 < x.shape[0] <= MOST_ROWS
+        isinstance(matrix, DenseMatrix)
+        and 0 < x.shape[0] <= MOST_ROWS
         and runs_on(x)
         and weight.dtype == x.dtype
         and x.element_size() == 2

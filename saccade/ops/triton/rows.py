@@ -95,6 +95,11 @@ def _turned_in_place(**parts: Tensor) -> None:
             )
 
 
+def heads(attended: Tensor) -> Tensor:
+    """``attended`` [heads, rows, head_dim] as rows of all heads side by side."""
+    return attended.transpose(0, 1).reshape(attended.shape[1], -1)
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, both [rows, channels]; written over ``gate`` if that is contiguous."""
     gate, up = gate.contiguous(), up.contiguous()

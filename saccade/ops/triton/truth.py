@@ -19,8 +19,8 @@ from torch import Tensor
 from saccade.ops.row_words import AuditPlace, TapWords
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages, even_splits
-from saccade.ops.triton.state_words import places as places_of
 from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.state_words import places as places_of
 
 KEYS = 64  # of a tile, where a head has few bytes
 STAGES = 3  # tiles on their way

@@ -1,0 +1,137 @@
+"""A weight matrix behind one interface: :class:`Matrix`, and a class for each format that it may be stored in. Plain
+numbers are here; ``ops.fp8`` and ``ops.block_weights`` have the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from saccade.ops import cpu
+from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.layer_weights import HeadNorms
+
+
+class RowPasses(Protocol):
+    """What happens to rows between matrix products: ``ops.row_passes``, or ``ops.triton.rows`` on a GPU, where each is
+    one launch that a graph can record. Rows come out as the matrices behind them take them."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Any: ...
+
+    def rotate(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None: ...
+
+    def heads(self, attended: Tensor) -> Any: ...
+
+    def gated(self, gate: Tensor, up: Tensor) -> Any: ...
+
+
+class Matrix(ABC):
+    """A product with ``weight`` [outputs, channels], stored as the class says, plus ``bias`` [outputs]."""
+
+    format: str | None = None  # by which a model of such matrices is told from one of plain numbers
+    weight: Tensor  # as it is stored, outputs first
+    bias: Tensor | None
+    channels: int
+
+    @property
+    def outputs(self) -> int:
+        """Channels of a product."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads of the matrix."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @abstractmethod
+    def product(self, x: Any) -> Tensor:
+        """``x`` [rows, channels], as :meth:`passes` make it, times the matrix: [rows, outputs] in the dtype of the
+        activations, on the matrix's device."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows ``ids`` int64 [n] of the weight, in ``dtype`` [n, channels]: an embedding's."""
+
+    @abstractmethod
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """Parts of so many outputs each, which share the memory of this one."""
+
+    def native(self, dtype: torch.dtype) -> Any | None:
+        """The matrix as the C++ kernels take it; None where they do not multiply activations of ``dtype`` by it. It
+        holds addresses: the matrix must outlive it."""
+        return None
+
+    def passes(self, plain: RowPasses) -> RowPasses:
+        """The passes whose rows :meth:`product` takes: ``plain``, unless it takes other rows than plain ones."""
+        return plain
+
+    @classmethod
+    def join(cls, parts: Sequence[Matrix]) -> Matrix:
+        """Matrices of this class and of the same channels as one, their outputs one after another."""
+        bias = None
+        if any(part.bias is not None for part in parts):
+            kept = next(part.bias for part in parts if part.bias is not None)
+            bias = torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
+        return cls.of(torch.cat([part.weight for part in parts]), bias)
+
+    @classmethod
+    @abstractmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        """Of a stored weight."""
+
+
+class DenseMatrix(Matrix):
+    """Plain numbers: ``weight`` [outputs, channels] in the dtype of the activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.channels = weight.shape[1]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseMatrix:
+        """See :class:`Matrix`."""
+        return cls(weight, bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`.
+
+        For every number of rows it meets, torch keeps code and packed weights of a bfloat16 product on a CPU, some 4 MB
+        a prompt length, for good. So rows are padded to one of eight numbers an octave, which costs 6 % on average.
+        """
+        rows = x.shape[0]
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+            return linear(x, self.weight, self.bias)
+        return linear(pad(x, (0, 0, 0, padded_rows(rows) - rows)), self.weight, self.bias)[:rows]
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        return self.weight[ids].to(dtype)
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`."""
+        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
+        return [DenseMatrix(*part) for part in zip(self.weight.split(list(widths)), biases)]
+
+    def native(self, dtype: torch.dtype) -> Any | None:
+        """See :class:`Matrix`."""
+        if self.weight.dtype != dtype or not on_host(dtype, self.weight, self.bias):
+            return None
+        return native.RowMatrix(weight=address(self.weight), bias=address(self.bias), rows=self.outputs)
+
+
+def on_host(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ kernels read these tensors as they lie, for activations of ``dtype``: contiguous, on the CPU, and
+    the bias in ``dtype``, which is float32 or bfloat16."""
+    if dtype not in STORAGE or not cpu.available() or (bias is not None and bias.dtype != dtype):
+        return False
+    return all(one.device.type == "cpu" and one.is_contiguous() for one in (weight, bias) if one is not None)
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to four significant bits."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
