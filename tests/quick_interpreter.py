@@ -1,9 +1,9 @@
 """Triton 3.9's interpreter without what it does over and over: import this once, before a kernel runs.
 
-Results are the same, bit for bit; a kernel's test takes a quarter of the time. Upstream, every call of a jitted function
-within a kernel patches all of ``triton.language`` anew; every addition of integers is done again in 64 bits, for an
-assertion that the interpreter's options then leave out; and types and shapes are made for each value. Here the language
-is patched once a process, and types and shapes are kept.
+Results are the same, bit for bit; a kernel's test takes a quarter of the time. Upstream, every call of a jitted
+function within a kernel patches all of ``triton.language`` anew; every addition of integers is done again in 64 bits,
+for an assertion that the interpreter's options then leave out; and types and shapes are made for each value. Here the
+language is patched once a process, and types and shapes are kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _BLOCK_TYPES: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def _init_block_type(self, element_ty, shape) -> None:
-    """As upstream's; of the same element and shape there is one set of fields, with a value's ``shape`` and ``numel``."""
+    """As upstream's; one set of fields an element and shape, with a value's ``shape`` and ``numel``."""
     lengths = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
     key = element_ty.name, lengths
     if (fields := _BLOCK_TYPES.get(key)) is None:
@@ -92,7 +92,7 @@ _broadcast = TritonSemantic.broadcast_impl_value
 def _broadcast_impl_value(self, lhs, rhs):
     """The common cases first: two of one shape, two scalars."""
     blocks = isinstance(lhs.type, tl.block_type), isinstance(rhs.type, tl.block_type)
-    if blocks == (False, False) or blocks == (True, True) and lhs.type.lengths == rhs.type.lengths:
+    if blocks == (False, False) or (blocks == (True, True) and lhs.type.lengths == rhs.type.lengths):
         return lhs, rhs
     return _broadcast(self, lhs, rhs)
 
