@@ -47,6 +47,11 @@ def quick(cases: Iterable[Any], rule: Callable[..., bool]) -> list[Any]:
     return [pytest.param(*one, marks=[] if rule(*one) else pytest.mark.thorough) for one in cases]
 
 
+def thorough(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """``cases`` that wait for ``make test-all``."""
+    return quick(cases, lambda *one: False)
+
+
 def spread(cases: Iterable[Any], settings: Iterable[Any]) -> list[Any]:
     """(case, setting) of all; each case has one of the settings in turn, and the others in ``make test-all``."""
     settings = list(settings)
