@@ -14,7 +14,8 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels clean
+  fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
+  mutants clean
 
 setup: $(STAMP)
 
@@ -40,10 +41,14 @@ real: setup
 	@$(BIN)/saccade fetch --skip --to build/real $(MODELS)
 
 test: setup
-	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60 -m "not thorough"
+	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=60 -m "not thorough"
 
 test-all: setup
-	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60
+	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=60
+
+# 40 small mistakes, each made in a copy of the tree, which the tests must notice: make mutants ONLY="3 17" for some.
+mutants: setup
+	$(BIN)/python tools/mutants.py $(ONLY)
 
 lock:
 	$(PYTHON) -m uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \

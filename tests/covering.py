@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -39,3 +39,24 @@ def covered(axes: Axes, strength: int = 2) -> pytest.MarkDecorator:
             values += [value] if isinstance(name, str) else value
         rows.append(tuple(values))
     return pytest.mark.parametrize(names, rows)
+
+
+def quick(cases: Iterable[Any], rule: Callable[..., bool]) -> list[Any]:
+    """``cases``, of which those that are not ``quick`` by ``rule`` wait for ``make test-all``."""
+    cases = [one if isinstance(one, tuple) else (one,) for one in cases]
+    return [pytest.param(*one, marks=[] if rule(*one) else pytest.mark.thorough) for one in cases]
+
+
+def thorough(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """``cases`` that wait for ``make test-all``."""
+    return quick(cases, lambda *one: False)
+
+
+def spread(cases: Iterable[Any], settings: Iterable[Any]) -> list[Any]:
+    """(case, setting) of all; each case has one of the settings in turn, and the others in ``make test-all``."""
+    settings = list(settings)
+    return [
+        pytest.param(case, setting, marks=[] if place == number % len(settings) else pytest.mark.thorough)
+        for number, case in enumerate(cases)
+        for place, setting in enumerate(settings)
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import quick, spread
 from drafters import Counting, Erring, Outside, Overlong, Perfect, Wrong, counted, drafting, row_by_row
 from engine_helpers import EVERY, FIVE, make
 from tiny_models import make_checkpoint, random_ids
@@ -24,7 +25,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logpro
 IDS, NEXT = random_ids(230, seed=230), random_ids(21, seed=21)
 
 
-@pytest.fixture(scope="module", params=["each row by itself", "packed, apart", "packed, joined"])
+PASSES = ("each row by itself", "packed, apart", "packed, joined")
+
+
+@pytest.fixture(scope="module")
 def any_llm(request, tiny_llama, tmp_path_factory) -> LLM:
     """Rows in passes of their own, or in one: attended one by one, or together where C++ kernels store (they read heads
     of whole vectors)."""
@@ -90,7 +94,12 @@ def alike(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return tensors.keys() == others.keys() and all(torch.equal(part, others[name]) for name, part in tensors.items())
 
 
-@pytest.mark.parametrize("policy", [*EVERY, Policy.parse(FIVE[4]), Policy(decode=Counting())], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "any_llm"),
+    spread([*EVERY, Policy.parse(FIVE[4]), Policy(decode=Counting())], PASSES),
+    indirect=["any_llm"],
+    ids=str,
+)
 def test_drafts_change_nothing(any_llm, policy):
     """Two turns. After the steps in which rows were rejected, everything is as in the run without drafts."""
     engine = any_llm.engine
@@ -118,7 +127,7 @@ def test_drafts_change_nothing(any_llm, policy):
         assert all(same(kept, replay[computed]) for computed, kept in drafted[0].kept)
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=str)
+@pytest.mark.parametrize(("policy", "any_llm"), spread(EVERY, PASSES), indirect=["any_llm"], ids=str)
 def test_state_after_rejections_is_that_of_a_fresh_replay(any_llm, policy):
     """The accepted tokens as a prompt whose answer part is decoded row by row."""
     engine = any_llm.engine
@@ -168,7 +177,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", quick(DRAFTERS, lambda kind: kind in (Perfect, Erring)))
 def test_a_mixed_batch_of_every_method(llm, prompts, kind):
     """Greedy and sampled, with penalties, log-probabilities and samples that share a prompt, all in one batch."""
     ids = [prompts[number % 5] for number in range(len(EVERY))]

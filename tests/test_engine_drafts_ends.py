@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
 import pytest
+from covering import quick
 from drafters import Counting, Erring, Failing, Outside, Overlong, Perfect, Wrong, counted, drafting
 from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start, tokens
 from tiny_models import random_ids
@@ -24,11 +24,6 @@ STATEFUL = ("dense", "h2o(budget=48)", LFPS)
 IDS = random_ids(205, seed=3)
 
 
-def some(cases: list, quick: Callable[..., bool]) -> list:
-    """``cases``, of which those that are not ``quick`` wait for ``make test-all``."""
-    return [one if quick(*one) else pytest.param(*one, marks=pytest.mark.thorough) for one in cases]
-
-
 @pytest.fixture(scope="module")
 def text(llm) -> list[int]:
     """The prompt and a long answer to it."""
@@ -37,7 +32,7 @@ def text(llm) -> list[int]:
 
 @pytest.mark.parametrize(
     ("policy", "kind"),
-    some([*product(STATEFUL, [Erring, Perfect])], lambda policy, kind: (policy == LFPS) == (kind is Perfect)),
+    quick([*product(STATEFUL, [Erring, Perfect])], lambda policy, kind: (policy == LFPS) == (kind is Perfect)),
 )
 def test_answers_end_where_they_would(llm, kind, policy):
     """By a stop token, a stop string, the end token or the number of tokens: in the middle of accepted drafts."""
@@ -97,7 +92,7 @@ def test_drafts_take_the_rows_that_are_left(tiny_llama):
 
 @pytest.mark.parametrize(
     ("policy", "kind"),
-    some(
+    quick(
         [*product([*EVERY[:2], *(one for one in EVERY if one.decode.name in ("h2o", "hshare"))], KINDS)],
         lambda policy, kind: kind is KINDS[len(str(policy)) % 3],
     ),
@@ -201,7 +196,7 @@ def test_a_row_that_fails_counts_only_if_it_is_accepted(tiny_llama, text, kind, 
 
 @pytest.mark.parametrize(
     ("policy", "exact"),
-    some([*product(STATEFUL, [True, False])], lambda policy, exact: exact == (policy != "dense")),
+    quick([*product(STATEFUL, [True, False])], lambda policy, exact: exact == (policy != "dense")),
 )
 def test_a_broken_pass_is_taken_back(tiny_llama, prompts, in_the_next_pass, policy, exact):
     """What breaks it is no request's own: packed rows are tried again without drafts, each request alone; an interrupt

@@ -17,7 +17,7 @@ from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 from saccade import LLM, SamplingParams
 
 CALLERS = 64  # threads, and as many tasks
-REQUESTS = 2000
+REQUESTS = 600
 SECONDS = 400  # for all of it; it takes about a tenth of that
 POLICIES = (
     "dense",
@@ -183,8 +183,8 @@ def test_a_storm_of_threads_and_tasks(llm, asks):
     assert sorted(ledger.outcomes) == list(range(REQUESTS))
     counts = Counter(ledger.outcomes.values())
     assert counts["answered"] > REQUESTS // 2
-    assert counts["left"] > 50
-    assert counts["cancelled"] > 20
+    assert counts["left"] > 15
+    assert counts["cancelled"] > 6
     while llm.pool.used_blocks and time.monotonic() < deadline:  # what was cancelled last is still being given back
         time.sleep(0.01)
     assert llm.pool.used_blocks == 0

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from covering import thorough
 from drafters import Perfect, drafting
 from engine_helpers import EVERY, GREEDY, tokens
 from tier_helpers import FaultySystem, nothing_left
@@ -76,15 +77,14 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
 @pytest.mark.parametrize(
     ("slots", "replacement", "each", "host", "unit"),
     [
-        (9, "fifo", 3, False, "block"),
+        (9, "fifo", 4, False, "block"),
         (18, "clock", 1, False, "block"),
         (100, "lru", 3, False, "block"),
-        (9, "lru", 3, True, "block"),
-        (30, "clock", 1, True, "block"),
-        (9, "lru", 3, True, "head"),
+        (9, "lru", 4, True, "block"),
         (30, "clock", 1, True, "head"),
-        (9, "lru", 3, "disk", "block"),
-        (30, "clock", 1, "disk", "block"),
+        (9, "lru", 4, "disk", "block"),
+        (30, "clock", 3, "disk", "block"),
+        *thorough([(30, "clock", 1, True, "block"), (9, "lru", 3, True, "head"), (30, "clock", 1, "disk", "block")]),
     ],
 )
 def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host, unit):

@@ -87,17 +87,17 @@ def test_the_model_is_the_exported_llama(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = (
-        reference.Stage(((256, 1.0),), 8 * 512 / 1e6),
-        reference.Stage(((256, 0.5), (512, 0.5)), 4 * 512 / 1e6, 1024),
+        reference.Stage(((256, 1.0),), 4 * 512 / 1e6),
+        reference.Stage(((256, 0.5), (512, 0.5)), 2 * 512 / 1e6, 1024),
     )
     monkeypatch.setattr(reference, "CURRICULUM", stages)
     monkeypatch.setattr(reference, "VALIDATE", (256,))
-    monkeypatch.setattr(reference, "DELAY", 4)
+    monkeypatch.setattr(reference, "DELAY", 2)
 
     def run(folder: Path, **changes: float) -> dict[str, torch.Tensor]:
         options = {
             "size": "XS", "out": folder, "seed": 1, "optimizer": "muon", "rate": 2e-3, "batch": 512, "scale": 1.0,
-            "decay": 0.25, "every": 4, "longest": 256, "minutes": 1e9, "workers": 1, "device": "cpu",
+            "decay": 0.25, "every": 2, "longest": 256, "minutes": 1e9, "workers": 1, "device": "cpu",
         }  # fmt: skip
         training = reference.Run(argparse.Namespace(**{**options, **changes}))
         training.train()
@@ -107,7 +107,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypa
     first = reference.Run.order
 
     def cut(self: reference.Run, step: int) -> tuple | None:
-        if self.step >= 5:
+        if self.step >= 3:
             raise KeyboardInterrupt
         return first(self, step)
 
@@ -115,6 +115,6 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypa
         patch.setattr(reference.Run, "order", cut)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "cut")
-    assert torch.load(tmp_path / "cut" / "state.pt", weights_only=True)["step"] == 4
+    assert torch.load(tmp_path / "cut" / "state.pt", weights_only=True)["step"] == 2
     resumed = run(tmp_path / "cut")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
