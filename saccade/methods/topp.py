@@ -14,7 +14,7 @@ from saccade.methods.dial import Dial
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.ops.scores import needed_shares, row_logits
 from saccade.selection import Dense, Selection, Tokens
-from saccade.selection.plan import MOST
+from saccade.selection.forms import MOST
 
 TILE_ROWS = 64  # rows sorted at once
 TINY = 1e-12  # p = 0 reads the heaviest key, where no other is forced

@@ -16,7 +16,7 @@ from saccade.methods.device_state import Opening
 from saccade.methods.magicpig.tables import HashTables, draw
 from saccade.methods.options import require_choice, require_whole
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import MOST
+from saccade.selection.forms import MOST
 
 LAYERS_PER_DRAW = 16  # layers that share their random projections
 TILE_KEYS = 4096  # keys hashed at once

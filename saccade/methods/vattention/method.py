@@ -20,7 +20,7 @@ from saccade.methods.state import MethodState
 from saccade.methods.vattention.certified import Certifier, ValueNorms
 from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered, upper_bounds
 from saccade.selection import Dense, Sampled, Selection, Tokens
-from saccade.selection.plan import MOST
+from saccade.selection.forms import MOST
 
 LEAST = 32  # keys of any sample
 FIRST, SECOND = 1, 2  # stages that draw
