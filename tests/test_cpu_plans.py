@@ -63,9 +63,9 @@ LISTED = [
     "lfps(k=0.1, least=8, blocks=6)",
     "lfps(k=30, unit=kv_head, blocks=4, block_size=16, sinks=2)",
     "lfps(k=20, blocks=0, epsilon=0.05, rest=none)",
-    "lfps(k=20, blocks=100, epsilon=0.3, bypass=mean, probes=500)",
-    "lfps(k=20, unit=kv_head, blocks=3, epsilon=0.2, bypass=sink, gate=off_for_c0, sinks=3)",
-    "lfps(k=20, a=none, gate=off, sinks=0)",
+    "lfps(k=20, blocks=100, epsilon=0.3, probes=500)",
+    "lfps(k=20, unit=kv_head, blocks=3, epsilon=0.2, a=0.6, after=9, sinks=3)",
+    "lfps(k=20, a=0.05, local=9, sinks=0)",
     "lfps(k=110, least=1, blocks=2)",  # reads everything at first
     "lfps(k=20, slash_shift_on_read=false)",  # not what the kernels do
     "cis(k=30, sinks=4, local=8, tau=0.1)",

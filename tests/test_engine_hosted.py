@@ -33,7 +33,7 @@ POLICIES = [
     "lfps(k=20, epsilon=0.05, least=1)",  # heads rest on their first keys
     "lfps(k=20, blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean, bypass_shift=false, "
     "read_local=false)",  # the paper to the letter: chosen for layer by layer
-    "lfps(k=20, bypass=mean, least=1)",
+    "lfps(k=20, bypass=mean, least=1)",  # as is this one, and the next
     "lfps(k=16, a=none, gate=off)",
     "lfps(k=16, sinks=0)",
     "lfps",  # reads all of so few keys

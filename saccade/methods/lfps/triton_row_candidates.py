@@ -220,18 +220,9 @@ def _count_bits(word):
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "width", "n_words"],
     do_not_specialize_on_alignment=[
-        "words",
-        "reals",
-        "lengths",
-        "marks",
-        "counts",
-        "indices",
-        "listed",
-        "sizes",
-        "scored",
-        "bounds",
+        "words", "reals", "lengths", "marks", "counts", "indices", "listed", "sizes", "scored", "bounds",
     ],
-)
+)  # fmt: skip
 def _list(
     words, reals, lengths, marks, counts, indices, listed, sizes, scored, bounds, word_row, real_row, width, n_words,
     UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,

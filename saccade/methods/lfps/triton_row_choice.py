@@ -87,14 +87,12 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
 
 @triton.jit
 def _put(
-    number, chosen, to, ids, out, keys, lines, line, top, weight, own, reads, first, learnt, width, room,
-    LEARNS: tl.constexpr,
+    number, chosen, to, ids, out, keys, lines, line, top, weight, own, reads, first, learnt
 ):  # fmt: skip
     """Copy the ``chosen`` entries ``number`` of a list to the places ``to``, and add what they weigh to the sums."""
     key = tl.load(ids + number, mask=chosen, other=0)
     tl.store(out + to, key, mask=chosen)
-    if LEARNS:
-        tl.store(keys + to, key, mask=chosen & (to >= first) & (to < learnt))
+    tl.store(keys + to, key, mask=chosen & (to >= first) & (to < learnt))
     asked = chosen[None, :] & (reads >= 0)[:, None]
     logit = tl.load(lines[:, None] + number[None, :], mask=asked, other=float("-inf"))
     tl.store(line[:, None] + to[None, :], logit, mask=asked)
@@ -110,23 +108,10 @@ def _put(
 @triton.jit(
     do_not_specialize=["word_row", "width", "room"],
     do_not_specialize_on_alignment=[
-        "logits",
-        "ranks",
-        "bounds",
-        "known",
-        "counted",
-        "sizes",
-        "found",
-        "words",
-        "lengths",
-        "idle",
-        "starts",
-        "counts",
-        "indices",
-        "taken",
-        "sums",
+        "logits", "ranks", "bounds", "known", "counted", "sizes", "found", "words", "lengths", "idle", "starts",
+        "counts", "indices", "taken", "sums",
     ],
-)
+)  # fmt: skip
 def _take(
     logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
     word_row, width, room,
@@ -174,8 +159,7 @@ def _take(
                 chosen, level = taken_of(line, number, number < ends, bound, spare, level)
                 to = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
                 top, weight, learns = _put(
-                    number, chosen, to, ids, out, keys, lines, to_lines, top, weight, learns, reads, first, learnt_keys,
-                    width, room, True,
+                    number, chosen, to, ids, out, keys, lines, to_lines, top, weight, learns, reads, first, learnt_keys
                 )  # fmt: skip
                 placed += tl.sum(chosen.to(tl.int32), 0)
         forced = size - between
@@ -185,7 +169,7 @@ def _take(
             to = tl.where(place < first, place, place + wanted)
             top, weight, learns = _put(
                 number, place < forced, to, ids, out, keys, lines, to_lines, top, weight, learns, reads, first,
-                learnt_keys, width, room, True,
+                learnt_keys,
             )  # fmt: skip
         tl.store(sums + head * 3 * parts + part, top, mask=mine)
         tl.store(sums + (head * 3 + 1) * parts + part, weight, mask=mine)
@@ -201,18 +185,9 @@ def _take(
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "word_row", "room", "counted"],
     do_not_specialize_on_alignment=[
-        "tables",
-        "lengths",
-        "counts",
-        "indices",
-        "logits",
-        "sums",
-        "words",
-        "idle",
-        "parts",
-        "lse",
+        "tables", "lengths", "counts", "indices", "logits", "sums", "words", "idle", "parts", "lse",
     ],
-)
+)  # fmt: skip
 def _read(
     v_pool, tables, lengths, counts, indices, logits, sums, words, idle, parts, lse, table_stride, table_head, word_row,
     room, counted,
