@@ -38,16 +38,19 @@ class SafetensorsWeights:
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``llama_weights.WeightSource``. On a CPU a table stays in its file: only what is read takes memory."""
-        tensor = self._files[name].get_tensor(name).to(self._dtype)
+        stored = self._files[name].get_tensor(name)
+        tensor = stored.to(self._dtype)
         if self._digests is not None:
             self._digests[name] = tensor_digest(tensor)
-        if self._device.type != "cpu" or use == "table":
-            return tensor.to(self._device)
-        if use == "vector":
-            return tensor.clone()  # by which no file stays mapped
-        moved = self._arena.take(tensor)
-        forget_file_pages(tensor)
-        return moved
+        if self._device.type != "cpu":
+            placed = tensor.to(self._device)
+        elif use == "matrix":
+            placed = self._arena.take(tensor)
+        else:
+            placed = tensor if use == "table" else tensor.clone()  # by which no file stays mapped
+        if placed is not stored:
+            forget_file_pages(stored)
+        return placed
 
 
 class Arena:
