@@ -33,7 +33,7 @@ class _Places(tl.constexpr):
     def __getattr__(self, name: str) -> int:
         if name.startswith("_") or name == "value":
             raise AttributeError(name)
-        return getattr(self.value, name)  # type: ignore[no-any-return]
+        return getattr(self.value, name)
 
 
 def places(words: type[tuple[Any, ...]]) -> Any:
