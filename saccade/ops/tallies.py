@@ -29,7 +29,8 @@ class Counted(NamedTuple):
         """Of float64 [layers, heads + BESIDE]."""
         heads = tally.shape[1] - BESIDE
         least = torch.ones(len(tally), device=tally.device) if least is None else least
-        return cls(tally[:, :heads].round().long(), *tally[:, heads:].unbind(1), least=least)
+        scored, searches, estimated, covered = tally[:, heads:].unbind(1)
+        return cls(tally[:, :heads].round().long(), scored, searches, estimated, covered, least)
 
     @classmethod
     def ruled(cls, keys: Tensor, coverage: Tensor, heads: int) -> Counted:
@@ -39,5 +40,5 @@ class Counted(NamedTuple):
         return cls(each, none, none, none, coverage.double().sum((0, 2)), coverage.amin((0, 2)))
 
     def plus(self, other: Counted) -> Counted:
-        sums = [one + more for one, more in zip(self[:-1], other[:-1])]
-        return Counted(*sums, least=self.least.minimum(other.least))
+        sums = Counted(*(one + more for one, more in zip(self, other)))
+        return sums._replace(least=self.least.minimum(other.least))
