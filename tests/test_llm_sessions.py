@@ -23,7 +23,7 @@ POLICIES = (
     *(Policy.parse(case.methods()[0]).text for case in MATRIX),
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
 )
-# One policy for each kind of state that a turn changes: none, summaries, score tables, anchors, evicted keys. That every
+# One policy for each kind of state that a turn changes: none, summaries, tables, anchors, evicted keys. That every
 # method's state is computed again as it was, preemptions show (test_engine_batch).
 STATES = [one for one in POLICIES if one.split("(")[0].split("+")[-1] in ("dense", "psa", "lfps", "cis", "h2o")]
 TURNS = [random_ids(length, seed=length) for length in (201, 33, 1, 90)]
