@@ -70,3 +70,9 @@ def test_fresh_seeds_differ_and_fit():
     seeds = {fresh_seed() for _ in range(50)}
     assert len(seeds) == 50
     assert all(0 <= seed <= LARGEST for seed in seeds)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_a_draw_is_the_first_53_bits_of_its_words(counter, key, words):
+    position, sample, seed = (low | high << 32 for low, high in (counter[:2], counter[2:], key))
+    assert uniform(seed, sample, position) == int(f"{words[0]:032b}{words[1]:032b}"[:53], 2) / 2**53
