@@ -28,7 +28,7 @@ from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.ops import Call, cpu, cpu_readings, run
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
-from saccade.ops.cpu_readings import Listed, Readings
+from saccade.ops.cpu_readings import Kept, Listed, Readings
 from saccade.ops.cpu_structs import native
 from saccade.selection.pieces import read_blocks
 
@@ -357,6 +357,22 @@ def test_a_row_whose_anchors_do_not_fit_is_refused():
     again = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
     again.attend(1, q[1], out, 0.2, None, 1)
     assert state._counts.tolist() == [1, 2]
+
+
+def test_a_row_whose_lists_are_full_or_that_keeps_more_than_its_budget_is_refused():
+    (kv,), _, q = sequences([200], torch.float32, 1)
+    storage, out = kv.pool.storage, torch.zeros(1, HEADS, DIM)
+    tally, keys = torch.zeros(HEADS + 3, dtype=torch.float64), torch.arange(8, dtype=torch.int32).repeat(KV_HEADS, 1)
+    counts = torch.full((KV_HEADS,), 8)
+    room = {"tally": tally.data_ptr(), "keys": keys.data_ptr(), "counts": counts.data_ptr(), "room": 8}
+    for how, why in (
+        (native.KeptKeys(units=KV_HEADS), "no room for one more of 200"),
+        (native.KeptKeys(units=KV_HEADS, budget=4, recent=5), "no more recent ones than its budget"),
+    ):
+        reads = Kept(how, [native.KeptLayer(**room)] * LAYERS)
+        planned = PlannedRows([PlannedRow(0, 199, kv.tables, reads)], storage.k, storage.v)
+        with pytest.raises(ValueError, match=why):
+            planned.attend(0, q[0], out, 0.2, None, 1)
 
 
 @pytest.fixture(scope="module")
