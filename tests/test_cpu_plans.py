@@ -32,7 +32,7 @@ from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.ops import Call, cpu, cpu_readings, run
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
-from saccade.ops.cpu_readings import Listed, Readings
+from saccade.ops.cpu_readings import Kept, Listed, Readings
 from saccade.ops.cpu_structs import native
 from saccade.selection.pieces import read_blocks
 
@@ -387,6 +387,22 @@ def test_anchors_that_pass_on_are_left_to_the_hooks_and_shared_by_no_kernel():
     (own, _) = RecordedAnchors(opening, method)._layers
     assert own.has[:2].tolist() == [[True] * HEADS, [unit != 2 for unit in range(HEADS)]]
     assert not own.has[2:].any()
+
+
+def test_a_row_whose_lists_are_full_or_that_keeps_more_than_its_budget_is_refused():
+    (kv,), _, q = sequences([200], torch.float32, 1)
+    storage, out = kv.pool.storage, torch.zeros(1, HEADS, DIM)
+    tally, keys = torch.zeros(HEADS + 3, dtype=torch.float64), torch.arange(8, dtype=torch.int32).repeat(KV_HEADS, 1)
+    counts = torch.full((KV_HEADS,), 8)
+    room = {"tally": tally.data_ptr(), "keys": keys.data_ptr(), "counts": counts.data_ptr(), "room": 8}
+    for how, why in (
+        (native.KeptKeys(units=KV_HEADS), "no room for one more of 200"),
+        (native.KeptKeys(units=KV_HEADS, budget=4, recent=5), "no more recent ones than its budget"),
+    ):
+        reads = Kept(how, [native.KeptLayer(**room)] * LAYERS)
+        planned = PlannedRows([PlannedRow(0, 199, kv.tables, reads)], storage.k, storage.v)
+        with pytest.raises(ValueError, match=why):
+            planned.attend(0, q[0], out, 0.2, None, 1)
 
 
 @pytest.fixture(scope="module")

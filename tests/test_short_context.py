@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from short_context import Counted, every_policy
 
-# Sparse at 88 tokens already, by choices that are made in Python (docs/performance.md).
+# Sparse at 88 tokens already, by choices that are made in Python (docs/results/performance-tables.md).
 SPARSE = ("double_sparsity", "infinigen", "magicpig", "topp", "twilight")
 # Each reads everything at first; what it has learnt meanwhile it needs once it no longer does.
 LEARNING = [
@@ -201,3 +201,45 @@ def test_turns_that_are_cut_and_sessions_that_are_saved_go_on_as_by_the_hooks(
     ours = answers()
     monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
     assert answers() == ours
+
+
+@pytest.mark.parametrize(
+    "policy", ["dense", "lfps(least=64)", "loopserve(budget=90, n_d=6, first=4)", "quest(budget=64)"]
+)
+def test_layers_with_windows_of_their_own_rule_once_rows_outgrow_them(tmp_path, monkeypatch, policy):
+    """Layers 0 and 2 of 3 show 70 keys; rows of 60 to 90 see more from the middle on."""
+    folder = make_checkpoint(
+        "ministral",
+        tmp_path / "model",
+        head_dim=32,
+        num_hidden_layers=3,
+        sliding_window=70,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=512,
+    )
+
+    def answers() -> tuple[list[Any], set[int]]:
+        llm, made, served = make(folder), [], set()
+        real = FixedPlans.of
+
+        def of(self, rows):
+            fixed = real(self, rows)
+            if fixed is not None:
+                served.add(rows.scheduled.stop)
+            return fixed
+
+        with monkeypatch.context() as patch, llm.session(policy) as session:
+            patch.setattr(FixedPlans, "of", of)
+            for length in (58, 3):
+                made.append(session.generate(random_ids(length, seed=3), FEW))
+        return made, served
+
+    ours, served = answers()
+    assert {60, 65, 70} <= served
+    monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
+    theirs, _ = answers()
+    for left, right in zip(ours, theirs):
+        assert left.error is None
+        assert tokens(left) == tokens(right)
+        assert plain(left.report) == plain(right.report)
+        assert left.report["notes"] == right.report["notes"]

@@ -22,13 +22,13 @@ from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.methods.verified import Verified
-from saccade.methods.windowed import VisibleKeys
 from saccade.ops import cpu_readings
 from saccade.ops.cpu_plans import Ruled
 from saccade.ops.cpu_readings import Kept, Listed, Readings, Seen, Shared
 from saccade.selection.forms import MOST, Summarized
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Everything
+from saccade.selection.visible import VisibleKeys
 
 PLANS = 4096  # of methods used last
 

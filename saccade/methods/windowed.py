@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from saccade.selection import Cone
 from saccade.selection.forms import MOST, Known, Numbers
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Everything, OwnReading, Reading
+from saccade.selection.readings import OwnReading, Reading
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,6 @@ class SeenKeys(OwnReading):
         from saccade.ops.triton.batched_lists import seen_lists
 
         return rows.attended(seen_lists(rows))
-
-
-@dataclass(frozen=True)
-class VisibleKeys(Everything):
-    """All keys, as far as ``cone`` shows them, of rows that count what they read by their length."""
-
-    cone: Cone | None = None
-
-    def cost(self, length: int, step: int = 0) -> Known:
-        assert self.cone is not None
-        hidden = _hidden(self.cone, (length - 1) // self.cone.block_size)
-        return Known("band" if hidden else "dense", length - hidden, 0)
-
-
-@lru_cache(maxsize=4096)
-def _hidden(cone: Cone, block: int) -> int:
-    """Keys that ``cone`` hides from each row of a block of its grid."""
-    return max(0, cone.start(block * cone.block_size) - cone.sink_keys)
 
 
 def windowed(plan: DevicePlan, cones: tuple[Cone | None, ...]) -> DevicePlan | None:

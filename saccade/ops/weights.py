@@ -30,8 +30,11 @@ def selected_weights(
         return _of_tokens(q, kv, selection, lse, scale, softcap)
     mask = selection.unit_mask()[:, 0]  # [units, k_len]
     weights = torch.empty(shape.heads, shape.k_len, device=q.device)
+    keys = q.new_empty(0)
     for head in range(shape.heads):
-        scores = logits(q[head].float(), kv.head_keys(head // shape.group, shape.k_len).float(), scale, softcap)[0]
+        if head % shape.group == 0:
+            keys = kv.head_keys(head // shape.group, shape.k_len).float()
+        scores = logits(q[head].float(), keys, scale, softcap)[0]
         weights[head] = torch.exp(scores - lse[head]).masked_fill(~mask[head * selection.units // shape.heads], 0.0)
     return weights
 
@@ -52,10 +55,11 @@ def as_tokens(selection: Selection, weights: Tensor | None) -> tuple[Tokens, Ten
 def _of_tokens(q: Tensor, kv: KVView, tokens: Tokens, lse: Tensor, scale: float, softcap: float | None) -> Tensor:
     shape, per_unit = tokens.shape, tokens.shape.heads // tokens.units
     weights = torch.empty(per_unit, tokens.indices.numel(), device=q.device)
-    bounds = tokens.offsets.tolist()
+    bounds, keys = tokens.offsets.tolist(), q.new_empty(0)
     for head in range(shape.heads):
         unit, row = divmod(head, per_unit)
         span = slice(bounds[unit], bounds[unit + 1])
-        keys, _ = kv.take(tokens.indices[span], head // shape.group)
-        weights[row, span] = torch.exp(logits(q[head].float(), keys.float(), scale, softcap)[0] - lse[head])
+        if row == 0 or head % shape.group == 0:  # another list, or another KV head
+            keys = kv.take(tokens.indices[span], head // shape.group)[0].float()
+        weights[row, span] = torch.exp(logits(q[head].float(), keys, scale, softcap)[0] - lse[head])
     return weights
