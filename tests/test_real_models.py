@@ -81,6 +81,25 @@ def test_policies_read_less_and_go_on_with_the_text(llm, text, policy):
     assert sum(likely) / len(likely) > -2.5  # nonsense is at -9
 
 
+def test_keys_and_values_in_8_bits_say_nearly_the_same(llm, text, smollm2):
+    """Less than bfloat16 changes; and the answer goes another way only where two tokens are as good as equal."""
+    asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    with LLM(smollm2, dtype="float32", max_model_len=1024, kv_dtype="int8") as coded:
+        outputs = [one.generate(text, asked, policy="dense")[0] for one in (llm, coded)]
+    exact, found = (
+        torch.tensor([place[token].logprob for token, place in zip(text[1:], one.prompt_logprobs[1:], strict=True)])
+        for one in outputs
+    )
+    assert 1e-4 < (found - exact).abs().mean() < 0.05
+    assert (found - exact).mean().abs() < 0.01
+    best, ours = (one.outputs[0] for one in outputs)
+    for place, token, other in zip(best.logprobs, best.token_ids, ours.token_ids):
+        if token != other:
+            top = sorted((one.logprob for one in place.values()), reverse=True)
+            assert top[0] - top[1] < 0.2
+            break
+
+
 def test_a_question_is_answered(capsys, smollm2, tmp_path):
     """Through the template; raw, the model takes it for a whole text, and the command says so."""
     assert "Paris" in run(capsys, "generate", QUESTION, "-m", str(smollm2), "-n", "24", "-q")[1]
