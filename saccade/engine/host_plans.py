@@ -113,7 +113,7 @@ class FixedPlans:
             return
         if state is not None:
             state.done(rows.scheduled.stop)
-            if not isinstance(row.reads, Readings):
+            if row.reads.tallied:
                 counts.follow(state)
             for note in state.notes(rows.scheduled.stop):
                 rows.result.note(note)

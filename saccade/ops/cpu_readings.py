@@ -36,6 +36,8 @@ def serves(reading: Reading, kv_heads: int) -> str | None:
 class Readings:
     """What the kernels take of a plan's layers, made once for all rows under it."""
 
+    tallied = False  # whether kernels count what they read in the state of the row's method
+
     def __init__(self, layers: Sequence[Reading]) -> None:
         kinds = list(dict.fromkeys(layers))
         self._calls = [_CALLS[one.kernels](one) for one in kinds]
@@ -92,6 +94,7 @@ class Listed(NamedTuple):
     layers: Sequence[Any]
     steps: int
     units: int = 0
+    tallied: bool = True
 
     def tell(self, step: Any, row: int, length: int, summaries: Sequence[Tensor], *_: Any) -> None:
         """As of :class:`Readings`."""
@@ -104,6 +107,7 @@ class Shared(NamedTuple):
     keys: Any
     layers: Sequence[Any]
     units: int = 0
+    tallied: bool = True
 
     def tell(self, step: Any, row: int, *_: Any) -> None:
         """As of :class:`Readings`."""
@@ -116,6 +120,7 @@ class Kept(NamedTuple):
     keys: Any
     layers: Sequence[Any]
     units: int = 0
+    tallied: bool = True
 
     def tell(self, step: Any, row: int, *_: Any) -> None:
         """As of :class:`Readings`."""
