@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, fetch, generate, inspect, methods, serve, sessions
+from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, inspect, methods, serve, sessions
 from saccade.cli import eval as evaluation
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
@@ -34,6 +34,7 @@ app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate")(calibrate.calibrate)
 app.command("methods")(methods.methods)
+app.command("explain")(explain.explain)
 app.add_typer(evaluation.app, name="eval")
 
 # typer's own usage errors, wherever its version keeps click

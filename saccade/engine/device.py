@@ -31,6 +31,7 @@ from saccade.engine.device_serving import MOST_ROWS, DeviceServing
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
+from saccade.engine.paths import EAGER, RECORDED, Path
 from saccade.engine.phase_stats import ran_dense
 from saccade.engine.step import RequestResult, StepInput, StepResult
 from saccade.kv.blocks import BlockManager
@@ -317,6 +318,7 @@ class DeviceBackend(DeviceServing):
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice = row.scheduled, row.plan.summarized
         row.kv.appended(times * one.length)
+        row.result.path = Path(RECORDED if self.watch.idle else EAGER)
         if one.phase == "prefill":
             return
         if choice is not None and one.stop // choice.size > one.start // choice.size:

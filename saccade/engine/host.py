@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,12 +78,13 @@ class HostBackend:
         gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
+        apart = None
         if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
-            return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
-        if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
-            return HostAttention(
-                setting, rows, frozen, hosted=hosted
-            )  # they move up where rows before them are left out
+            apart = "its backend, or a GPU, has no call for rows of many requests"
+        elif frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
+            apart = "rows before it are frozen in some layers"  # it moves up where they are left out
+        if apart is not None:
+            return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting, why_apart=apart)
         held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
         together = set(map(id, held))
         left = [one for one in joined if id(one) not in together]
@@ -101,11 +102,12 @@ class HostAttention:
     setting: Setting
     rows: list[RequestRows]
     frozen: FrozenRows | None = None
-    together: set[int] = field(default_factory=set)  # ids of the rows of ``joined``; others are served one by one
+    together: Collection[int] = ()  # ids of the rows of ``joined``; others are served one by one
     joined: JoinedRows | None = None
     resolved: dict[int, ResolvedRow] = field(default_factory=dict)  # of rows that are served apart, by request
     hosted: Sequence[HostedRows] = ()  # rows that the CPU attends in host memory
     hosting: Hosting | None = None
+    why_apart: str = "its KV blocks are not all resident"  # of decode rows that are not ``together``
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
 
     def ahead_rows(self) -> AheadRows | None:
@@ -135,10 +137,16 @@ class HostAttention:
 
     def whole(self) -> WholeRows | None:
         """The rows where none needs anything between the layers; else None."""
-        joined = self.joined
-        if joined is None or len(joined.fixed) < len(self.rows) or self.frozen is not None or self.setting.watch.audits:
-            return None
-        return joined
+        return self.joined if self.why_not_whole() is None else None
+
+    def why_not_whole(self) -> str | None:
+        """Why rows need something between the layers. Where they need nothing, it is the model's products that have no
+        C++ kernels."""
+        if self.joined is None or len(self.joined.fixed) < len(self.rows):
+            return "another row of the step is a prefill's, or chosen for layer by layer"
+        if self.frozen is not None:
+            return "rows are frozen in some layers"
+        return "an audit looks at every layer" if self.setting.watch.audits else None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self.setting.watch.pulse.beat()
@@ -162,7 +170,7 @@ class HostAttention:
             start = here.stop  # frozen rows are left out
             if (
                 id(rows) in self.together
-                or self._is_hosted(rows)
+                or self.is_hosted(rows)
                 or rows.result.error is not None
                 or here.start == here.stop
             ):
@@ -190,7 +198,7 @@ class HostAttention:
             out[:, places] = part.take()
         return out
 
-    def _is_hosted(self, rows: RequestRows) -> bool:
+    def is_hosted(self, rows: RequestRows) -> bool:
         return any(one is rows for part in self.hosted for one in part.requests)
 
     def _places(self, layer: int, some: Sequence[RequestRows]) -> slice | list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.engine.observe import LogitsObserver
 from saccade.engine.pass_tokens import take_logits
+from saccade.engine.paths import path_of
 from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import ScheduledRequest, StepInput, StepResult
 from saccade.models.interface import Runner, ScoredRows, Segment
@@ -56,6 +57,8 @@ class HostPass:
             assert self._looks is not None, "rows are shown to those who look"
             self._looks(request, position, row)
         take_logits(self.step, self.result, logits[:wanted], there=logits.is_cuda)
+        for rows in self.attention.rows:
+            rows.result.path = path_of(rows, self.attention)
 
     @cached_property
     def _asked(self) -> dict[str, Any]:

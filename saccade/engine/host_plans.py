@@ -61,18 +61,17 @@ class FixedPlans:
         self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
 
-    def of(self, rows: RequestRows) -> FixedRow | None:
-        """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
-        which leaves no trace in counts."""
-        if self._followed(rows):
-            return None
+    def of(self, rows: RequestRows) -> FixedRow | str:
+        """How a decode row reads, or why its method is to choose for each layer."""
+        if (reason := self._followed(rows)) is not None:
+            return reason
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
             if plan is None or not plan.dense:
-                return None
+                return "rows with sliding windows are attended one by one"
             return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
         prepared = self._plan(rows.method, rows.scheduled.stop <= self._least_window)
-        fixed = None if prepared is None else self._read(rows, prepared)
+        fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
         return self._known(rows, prepared) if fixed is None else fixed
 
     def of_blocks(self, rows: RequestRows) -> FixedRow | None:
@@ -81,7 +80,7 @@ class FixedPlans:
         if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
             return None
         prepared = self._plan(rows.method, False)
-        fixed = None if prepared is None else self._read(rows, prepared)
+        fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
         if fixed is None:
             return None
         for reading in set(fixed.plan.layers):
@@ -89,10 +88,15 @@ class FixedPlans:
                 return None
         return fixed
 
-    def _followed(self, rows: RequestRows) -> bool:
-        """Whether somebody looks on layer by layer, or the row may be rejected or reads over evicted keys."""
-        watch = self.setting.watch
-        return rows.drafted or watch.sees_calls or rows.memory.has_gone or rows.scheduled.request_id in watch.bounds
+    def _followed(self, rows: RequestRows) -> str | None:
+        """Why a row needs its layers one by one, whatever its method is."""
+        if rows.drafted:
+            return "rows of drafts are counted, and taken back, one by one"
+        if self.setting.watch.sees_calls:
+            return "somebody looks at its calls"
+        if rows.memory.has_gone:
+            return "an earlier turn evicted keys"
+        return "bounds of its errors are wanted" if rows.scheduled.request_id in self.setting.watch.bounds else None
 
     def _read(self, rows: RequestRows, prepared: Prepared) -> FixedRow | None:
         """A row that the kernels read by its plan alone."""
@@ -129,21 +133,23 @@ class FixedPlans:
         if not isinstance(method, Verified):
             return False
         prepared = self._plan(method.draft, False)
-        return prepared is not None and carries(prepared.plan, method.carried)
+        return not isinstance(prepared, str) and carries(prepared.plan, method.carried)
 
-    def _known(self, rows: RequestRows, prepared: Prepared | None) -> FixedRow | None:
+    def _known(self, rows: RequestRows, prepared: Prepared | str) -> FixedRow | str:
         """A row that the kernels read by what its method has told them of its state."""
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         state = rows.memory.on_host(method, length, partial(self._opened, rows))
-        if state is None or (window is not None and not state.windows):
-            return None
+        if state is None:
+            return prepared if isinstance(prepared, str) else f"'{method.text}': the kernels do not serve its state"
+        if window is not None and not state.windows:
+            return f"the kernels of '{method.text}' know no windows"
         if length > state.room:
             state.grow(length)
         reads = state.reads(length, window)
         if reads is not None:
-            return None if prepared is None else FixedRow(rows, prepared.plan, reads, state)
+            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state)
         if length > self._least_window:
-            return None  # which layers read what hangs on their own windows
+            return "which layers read what hangs on their own windows"
         return FixedRow(rows, *self._whole(method, window), state)
 
     @torch.inference_mode()  # in which the states were made
@@ -156,20 +162,21 @@ class FixedPlans:
     def summarized(self, method: Method) -> Summarized | None:
         """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
         prepared = self._plan(method, False)
-        return None if prepared is None or prepared.plan.choice is not None else prepared.plan.blocks
+        return None if isinstance(prepared, str) or prepared.plan.choice is not None else prepared.plan.blocks
 
-    def _planned(self, method: Method, short: bool) -> Prepared | None:
-        """``short``: rows are shorter than all layers' own windows, which then hide nothing."""
+    def _planned(self, method: Method, short: bool) -> Prepared | str:
+        """Or why there is none. ``short``: rows are shorter than all layers' own windows, which then hide nothing."""
         spec = self.setting.spec
         if short and any(window is not None for window in spec.windows):
             spec = replace(spec, windows=(None,) * spec.layers)
         plan = method.device_plan(spec)
         if plan is None:
-            return None
+            return f"'{method.text}': {method.host_only or 'no plan for this model'}"
         if len(set(plan.layers)) == 1 and not plan.listed:
             return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
-        if any(cpu_readings.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
-            return None
+        for one in dict.fromkeys(plan.layers):
+            if (reason := cpu_readings.serves(one, spec.kv_heads)) is not None:
+                return f"'{method.text}': {reason}"
         if spec is not self.setting.spec:
             plan = replace(plan, name=f"{plan.name}, short")  # it is counted by itself
         return Prepared(plan, Readings(plan.layers))

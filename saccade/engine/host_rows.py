@@ -37,14 +37,18 @@ class JoinedRows:
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
+        self.why_chosen: dict[int, str] = {}  # by their id()
+        self.ran_whole = False  # whether one call ran all layers
         planned: list[PlannedRow] = []
         for number, one in enumerate(rows):
             fixed = plans.of(one)
-            if fixed is None:
-                self.chosen.append(one)
-            else:
+            if isinstance(fixed, FixedRow):
                 self.fixed.append((number, fixed))
-            planned.append(_planned(one, fixed))
+                planned.append(_planned(one, fixed))
+            else:
+                self.why_chosen[id(one)] = fixed
+                self.chosen.append(one)
+                planned.append(_planned(one, None))
         self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products, self.storage.format.dtype)
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
@@ -103,6 +107,7 @@ class JoinedRows:
             finally:
                 clock.end(dict(zip(("attention", "selection"), shares)))
         self._count()
+        self.ran_whole = True
         return True
 
     def _count(self) -> None:
@@ -121,6 +126,7 @@ class JoinedRows:
     def settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
         if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][1].rows, 0)):
+            self.why_chosen |= {id(row.rows): "a layer has sinks, or tensors of another kind" for _, row in self.fixed}
             self.chosen = sorted([*self.chosen, *(row.rows for _, row in self.fixed)], key=lambda rows: rows.first)
             self.fixed = []
 

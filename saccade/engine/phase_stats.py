@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from saccade.engine.device_counts import DeviceCounts
 from saccade.engine.layer_stats import LayerStats
+from saccade.engine.paths import Path
 from saccade.engine.step import ReadPairs, RequestResult
 from saccade.selection import Selection
 
@@ -27,6 +28,7 @@ class PhaseStats:
     policies: list[str] = field(default_factory=list)  # method texts that were asked for, in order of first use
     kinds: dict[str, int] = field(default_factory=dict)  # selection kind -> calls
     backends: dict[str, int] = field(default_factory=dict)
+    paths: dict[Path, int] = field(default_factory=dict)  # -> rows
     tokens: int = 0
     seconds: float = 0.0
     late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
@@ -45,6 +47,8 @@ class PhaseStats:
         for skip in result.skips:
             self.layers[skip.layer].skip(skip.frozen, skip.pairs, skip.unread)
         self.late.update(result.late)
+        if result.path is not None:
+            self.paths[result.path] = self.paths.get(result.path, 0) + tokens
 
     def _add_late(self, counts: DeviceCounts) -> None:
         for layer, stats in counts.layers.items():
@@ -108,6 +112,7 @@ class PhaseStats:
             "density_per_head": [heads for _, heads in shares],
             "selections": dict(self.kinds),
             "backends": dict(self.backends),
+            "paths": [{"path": path.name, "rows": rows, "why": path.why} for path, rows in self.paths.items()],
         }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.carried import Weighed
+from saccade.engine.paths import Path
 from saccade.engine.row_sampling import RowSampling
 from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
@@ -212,7 +213,8 @@ class RequestResult:
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
     told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
     know (engine.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token is the
-    same, and the divergence from it in nats."""
+    same, and the divergence from it in nats. ``path``: which way its rows took through attention; ``passed_on``: why
+    a backend that was asked first did not serve them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -233,6 +235,8 @@ class RequestResult:
     stay: Callable[[int], None] | None = None
     weighed: Weighed | None = None
     replayed: tuple[bool, float] | None = None
+    path: Path | None = None
+    passed_on: str | None = None
 
     @property
     def is_good(self) -> bool:

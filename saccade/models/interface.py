@@ -197,7 +197,11 @@ class Runner(Protocol):
         module does it. None ends it."""
         ...
 
-    def run(
+    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any) -> Tensor:
+        """What :meth:`steps` does with the same arguments, without a stop: returns the logits."""
+        ...
+
+    def steps(
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -211,16 +215,10 @@ class Runner(Protocol):
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
         whole: WholeRows | None = None,
-    ) -> Tensor:
-        """``token_ids``, ``positions`` int64 [rows]; ``parts``, which tile the rows, attend in place of ``ctx`` where
-        the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over its layers; returns
-        float32 logits [len(logit_rows), vocab_size]. A frozen row's logits are those of its hidden state where it was
-        frozen."""
-        ...
-
-    def steps(
-        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any
     ) -> Generator[int, None, Tensor]:
-        """What :meth:`run` does with the same arguments, but it stops between two layers: yields how many have run, and
-        returns the logits. Other passes may run while it stands, and it may be closed there."""
+        """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
+        run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
+        place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
+        its layers. Returns float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state
+        where it was frozen."""
         ...

@@ -64,7 +64,7 @@ class FlexPrefill(BlockMethod):
             require_whole("max_budget", self.max_budget, self.block_size)
             if self.max_budget < self.min_budget:
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
-        if self.mode in ("paper", "reference"):
+        if isinstance(self.mode, str) and self.mode in ("paper", "reference"):
             raise PolicyError(
                 f"mode={self.mode} is no longer served: Alg. 4 as printed and the published code miss gamma on the "
                 "rows that they look at. Leave mode out: mode=fixed is the only one"
