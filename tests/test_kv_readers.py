@@ -1,4 +1,4 @@
-"""Pools of keys and values have readers: nothing else takes a row's numbers from their memory (docs/architecture.md,
+"""Pools of keys and values have readers: nothing else takes a row's numbers from their memory (docs/adding-a-kv-format.md,
 "Adding a KV format")."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_cpp_reads_pools_in_its_readers_alone():
 
 
 def test_the_four_files_of_a_format_are_named_and_name_int8():
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/adding-a-kv-format.md").read_text(encoding="utf-8")
     section = page.split("## Adding a KV format")[1].split("\n## ")[0]
     files = re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
     assert len(files) == 4

@@ -46,7 +46,7 @@ class EngineConfig:
     (profiling.py). ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored: ``auto``, in the model's
-    dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/architecture.md).
+    dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/adding-a-kv-format.md).
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_pool``: one
     ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison. ``kv_unit``:
     what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
