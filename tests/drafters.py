@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from helpers import UNTIMED
 from torch import Tensor
 
 from saccade import LLM
@@ -96,7 +97,7 @@ def drafting(llm: LLM, drafter: Any):
 def counted(report: dict[str, Any]) -> dict[str, Any]:
     """What a report counts, times and drafts aside."""
     phases = {
-        name: {key: value for key, value in report[name].items() if key not in ("seconds", "tokens_per_second")}
+        name: {key: value for key, value in report[name].items() if key not in UNTIMED}
         for name in ("prefill", "decode")
     }
     left_out = (

@@ -16,6 +16,9 @@ from saccade.methods.registry import METHODS
 from saccade.ops import Call, run
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri
 
+# Over a phase of a report: what hangs on the machine, and on who else is in a step.
+UNTIMED = {"seconds": 0, "tokens_per_second": 0, "paths": []}
+
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

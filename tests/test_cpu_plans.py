@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import tokens
-from helpers import generator
+from helpers import UNTIMED, generator
 from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint, random_ids
 
@@ -428,7 +428,7 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
     monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
     for left, right in zip(planned, answers()):
         assert tokens(left) == tokens(right)
-        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
+        reports = [{**one.report["decode"], **UNTIMED} for one in (left, right)]
         for name in ("coverage_estimated", "coverage_estimated_least"):
             assert reports[0].pop(name) == pytest.approx(reports[1].pop(name), abs=1e-6)
         assert reports[0] == reports[1]
@@ -457,7 +457,7 @@ def test_batches_that_pick_single_keys_do_as_their_hooks(folder, monkeypatch, dt
     monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
     for left, right in zip(listed, answers()):
         assert tokens(left) == tokens(right)
-        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
+        reports = [{**one.report["decode"], **UNTIMED} for one in (left, right)]
         assert reports[0] == reports[1]
         assert left.report["notes"] == right.report["notes"]
 
@@ -534,7 +534,7 @@ def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
     assert min(clock.seconds.values()) > 0
     for left, right in zip(plain, timed):
         assert tokens(left) == tokens(right)
-        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
+        reports = [{**one.report["decode"], **UNTIMED} for one in (left, right)]
         assert reports[0] == reports[1]
 
 

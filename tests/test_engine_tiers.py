@@ -11,6 +11,7 @@ import torch
 from covering import thorough
 from drafters import Perfect, drafting
 from engine_helpers import EVERY, GREEDY, tokens
+from helpers import UNTIMED
 from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
@@ -159,7 +160,7 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
         done = llm.generate(prompts, long, policy=policies)
         assert [tokens(one) for one in done] == [tokens(one) for one in expected]
         for one, same in zip(done[:3], expected):
-            untimed = {"seconds": 0, "tokens_per_second": 0}
+            untimed = {**UNTIMED}
             assert one.report["decode"] | untimed == same.report["decode"] | untimed
         assert llm.pool.tiers.counts.misses > 50
         nothing_left(llm.pool)
@@ -182,7 +183,7 @@ def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, who
         done = llm.generate(prompts, long, policy=policies)
         assert [tokens(one) for one in done] == [tokens(one) for one in expected]
         for one, same in zip(done, expected):
-            untimed = {"seconds": 0, "tokens_per_second": 0}
+            untimed = {**UNTIMED}
             assert one.report["decode"] | untimed == same.report["decode"] | untimed
             assert one.report["tiers"]["step_bytes"] > 0
         assert llm.pool.tiers.counts.misses > 50

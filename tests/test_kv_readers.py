@@ -1,5 +1,5 @@
-"""Pools of keys and values have readers: nothing else takes a row's numbers from their memory (docs/adding-a-kv-format.md,
-"Adding a KV format")."""
+"""Pools of keys and values have readers: nothing else takes a row's numbers from their memory
+(docs/adding-a-kv-format.md)."""
 
 from __future__ import annotations
 

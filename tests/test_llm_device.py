@@ -46,7 +46,7 @@ def engines(folder):
 def same(reports) -> None:
     """Everything a report counts, times and names of kernels aside; the coverage that a stopping rule believed in but
     for rounding."""
-    aside = dict.fromkeys(("seconds", "tokens_per_second", "coverage_estimated", "coverage_estimated_least"))
+    aside = dict.fromkeys(("seconds", "tokens_per_second", "paths", "coverage_estimated", "coverage_estimated_least"))
     for name in ("coverage_estimated", "coverage_estimated_least"):
         assert reports[0]["decode"][name] == pytest.approx(reports[1]["decode"][name], abs=1e-5)
     left, right = ({**report["decode"], **aside} for report in reports)

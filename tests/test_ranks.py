@@ -20,6 +20,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine import rank_link
 from saccade.engine.config import EngineConfig
+from saccade.engine.host_pass import HostPass
 from saccade.engine.observe import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, send
@@ -344,13 +345,18 @@ def test_what_fails_in_another_rank_alone(tiny_llama, on_a_thread, monkeypatch):
 def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
     """It ends, since it is in another layer than the first; that one's engine lives on without it."""
 
-    def breaking(self, *given):
-        if isinstance(self, OtherRank) and given[0].scheduled[0].phase == "decode":
+    def breaking(self):
+        if self.runner in others and self.step.scheduled[0].phase == "decode":
             raise OSError("planted")
-        return real(self, *given)
+        return real(self)
 
-    real = Worker._pass
-    monkeypatch.setattr(Worker, "_pass", breaking)
+    def beginning(self, group, pool, runner, *given):
+        others.append(runner)
+        begin(self, group, pool, runner, *given)
+
+    real, begin, others = HostPass.run, OtherRank.__init__, []
+    monkeypatch.setattr(HostPass, "run", breaking)
+    monkeypatch.setattr(OtherRank, "__init__", beginning)
     with make(tiny_llama, 2) as llm:
         request = llm.engine.add(PROMPTS[3], greedy(6), Policy())
         finish(llm.engine)

@@ -175,8 +175,6 @@ def test_what_loopserve_covers():
         cover(sliced(weights), positions, 10, 0.7)
 
 
-
-
 def test_passes_over_rows():
     rng = generator(12)
     x, y, weight = torch.randn(5, 64, generator=rng), torch.randn(5, 64, generator=rng), torch.randn(64, generator=rng)

@@ -96,7 +96,7 @@ def test_any_number_of_readers_gives_the_same(readers, heads):
     q, k, v = planted_heads(heads, 2, 20000, 64, 1)
     view = KVView.from_tensors(k.cuda(), v.cuda(), shuffle_seed=0)
     q = q[:, -1:].cuda()
-    ranking = PSA(epsilon=0.9).select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=0.9, rank="cuboid").select_decode(Query.of(q, view), None)
     expected, _ = attend(q, view, ranking, backend="reference")
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
     for _ in range(20):

@@ -31,7 +31,8 @@ def test_products(rows, outputs, channels, biased):
     exact = exact if bias is None else exact + bias.double()
     assert block_products.serves(x) == (rows <= 32)
     made = held.product(x)
-    torch.testing.assert_close(made.double(), exact, rtol=8e-3, atol=8e-3)
+    most = 8e-3 if rows <= 32 else 2e-2  # products of many rows round weights to bfloat16
+    torch.testing.assert_close(made.double(), exact, rtol=most, atol=most)
     if rows <= 32:
         assert torch.equal(held.product(x[-1:]), made[-1:])  # a row hangs on no other
 

@@ -42,10 +42,10 @@ def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads,
     found = compare(places, given, pages, scale=0.1, softcap=softcap)
     form = KVView.from_tensors(k[0, :, :1], v[0, :, :1], size).format
     wanted, audit = [], Audit(AuditOptions(1.0), 0)
-    audit.found = lambda values, whole: wanted.append(values[0])
+    audit.found = lambda values, whole, places: wanted.append(values[0])
     for layer, row, head, window in PLACES:
         kv = KVView(Paged(k, v, tables[layer, row], LENGTHS[row], form))
         group = slice(head * heads // 2, (head + 1) * heads // 2)
         truth = by_torch(q[layer, row, group], kv, head, scale=0.1, softcap=softcap, window=window or None)
-        audit.observe(out[layer, row, group], lse[layer, row, group], truth, True)
+        audit.observe(out[layer, row, group], lse[layer, row, group], truth, True, (layer, head))
     torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-3, atol=1e-4)
