@@ -12,6 +12,7 @@ from saccade.methods.lfps.recorded import MOST_PROBES
 from saccade.methods.lfps.triton_row_words import R, W, budget_at, pointer, query_of, static
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, cap_logits, pool_rows
+from saccade.ops.triton.readers import load_keys
 
 
 def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
@@ -65,8 +66,8 @@ def _logits(
 ):  # fmt: skip
     """Base-2 logits of one row, -inf where not ``valid``."""
     channel = tl.arange(0, D_PAD)
-    at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-    k = tl.load(k_pool + at, mask=valid[:, None] & (channel < D)[None, :], other=0.0).to(tl.float32)
+    at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)[:, None]
+    k = load_keys(k_pool, at, channel[None, :], valid[:, None] & (channel < D)[None, :], D).to(tl.float32)
     found = cap_logits(tl.sum(k * q[None, :], 1), scale * 1.4426950408889634, softcap, CAPPED)
     return tl.where(valid, found, float("-inf"))
 
