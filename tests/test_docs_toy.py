@@ -89,6 +89,6 @@ def test_the_host_and_the_device_read_the_same(toy, tmp_path):
     torch.testing.assert_close(torch.cat([results[100 + row].logits for row in range(3)]), logits, atol=2e-4, rtol=1e-4)
     for row in range(3):
         (late,) = results[100 + row].late.values()
-        for counts in late.take().layers:
-            assert counts.keys == int(context.stats[row, counts.layer].pairs()[0])
+        for layer, counts in late.take().layers.items():
+            assert counts.shares()[0] == context.stats[row, layer].shares()[0]
     assert Policy.parse(policies[0]).decode == toy(best=1)
