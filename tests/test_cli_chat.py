@@ -43,19 +43,23 @@ def conversation(llm, notes):
 PROMPT = r"\x1b\[\?2004h"  # the prompt takes pastes
 
 
-def terminal(*arguments: str) -> pexpect.spawn:
+@contextmanager
+def terminal(*arguments: str) -> Iterator[pexpect.spawn]:
     """``saccade chat`` in a pseudo-terminal that answers no questions about itself."""
     child = pexpect.spawn(
         sys.executable,
         ["-m", "saccade", "chat", *arguments],
-        timeout=60,
+        timeout=300,
         encoding="utf-8",
         dimensions=(40, 200),
         env={**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"},
     )
-    child.expect("Ctrl-D ends")
-    child.expect(PROMPT)
-    return child
+    try:
+        child.expect("Ctrl-D ends")
+        child.expect(PROMPT)
+        yield child
+    finally:  # it would go on and on behind a test that fails
+        child.close(force=True)
 
 
 def said(conversation, text: str) -> str:
