@@ -128,9 +128,15 @@ def test_a_model_by_its_hub_name(here, server, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= fetched
     assert not {name for name in fetched if name.endswith(".bin") or "/" in name}
     asked = len(Hub.asked)
-    command = [sys.executable, "-m", "saccade", "generate", "hello there", "-n", "3", "--ignore-eos", "-m", "tiny/llama"]
+    words = ["generate", "hello", "-n", "3", "--ignore-eos", "-m", "tiny/llama"]
     given = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    offline = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **given})
+    offline = subprocess.run(
+        [sys.executable, "-m", "saccade", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **given},
+    )
     assert offline.returncode == 0, offline.stderr
     assert "[length] prefill" in offline.stderr
     assert len(Hub.asked) == asked
