@@ -36,8 +36,12 @@ def test_what_libraries_warn_of_is_json_too(monkeypatch):
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     log_to_stderr("info")
+    shown = warnings.showwarning
     logger.info("ready")
-    warnings.warn("an argument\nwill go", FutureWarning, stacklevel=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = shown  # which a new context gives back to Python
+        warnings.warn("an argument\nwill go", FutureWarning, stacklevel=1)
     logging.getLogger("asyncio").error("a task failed")
     logging.getLogger("huggingface_hub.file_download").warning("slow")
     theirs.get_logger("transformers.models.llama").warning("a config is odd")
