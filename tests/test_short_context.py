@@ -161,9 +161,10 @@ def test_states_and_answers_are_those_of_the_hooks(shared, monkeypatch, policy):
                 params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
                 made.append(session.generate(random_ids(length, seed=3), params))
                 (sequence,) = shared.engine.scheduler.idle.values()
-                made.append([snapshot(state) for state in sequence.memory.states])
+                memory = sequence.memories[sequence.id]
+                made.append([snapshot(state) for state in memory.states])
                 for layer, state in enumerate(made[-1]):  # what hangs on the keys alone is made when it is needed
-                    view = sequence.memory.kv.view(layer)
+                    view = memory.kv.view(layer)
                     if isinstance(state, Labels):
                         state.extend(view)
                     elif isinstance(state, RocketKept):
