@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pexpect
@@ -43,19 +45,23 @@ def conversation(llm, notes):
 PROMPT = r"\x1b\[\?2004h"  # the prompt takes pastes
 
 
-def terminal(*arguments: str) -> pexpect.spawn:
+@contextmanager
+def terminal(*arguments: str) -> Iterator[pexpect.spawn]:
     """``saccade chat`` in a pseudo-terminal that answers no questions about itself."""
     child = pexpect.spawn(
         sys.executable,
         ["-m", "saccade", "chat", *arguments],
-        timeout=60,
+        timeout=300,
         encoding="utf-8",
         dimensions=(40, 200),
         env={**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"},
     )
-    child.expect("Ctrl-D ends")
-    child.expect(PROMPT)
-    return child
+    try:
+        child.expect("Ctrl-D ends")
+        child.expect(PROMPT)
+        yield child
+    finally:  # it would go on and on behind a test that fails
+        child.close(force=True)
 
 
 def said(conversation, text: str) -> str:
@@ -203,43 +209,39 @@ def test_a_model_without_chat_template_is_refused(tmp_path_factory):
 
 
 def test_at_a_terminal(tmp_path):
-    """Editing, a paste of many lines, commands, a line that is dropped, and Ctrl-D, in a pseudo-terminal."""
-    (tmp_path / "fact.txt").write_text(FACT, encoding="utf-8")
-    child = terminal("-n", "40", "-f", str(tmp_path / "fact.txt"))
-    child.send(f"{ASK[:-2]}zz\x7f\x7fis\r")  # two characters taken back
-    child.expect(" 7391-XKQ")
-    child.expect(PROMPT)
-    child.send("\x1b[200~first line of what is pasted here\nsecond line\nfirst line of what is\x1b[201~")
-    child.send("\r")
-    child.expect(r"pasted here\r\nsecond line\r\nfirst")  # the answer; the prompt draws lines otherwise
-    child.expect(PROMPT)
-    child.send("/polcy\r")
-    child.expect(r"did you mean /policy\?")
-    child.expect(PROMPT)
-    child.send("/report\r")
-    child.expect("by dense, density 1.000")
-    child.expect(PROMPT)
-    child.send("typed and dropped\x03")
-    child.expect(PROMPT)
-    child.send("\x04")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
-
-
-def test_ctrl_c_at_a_terminal_stops_one_answer(tmp_path):
-    """An answer without an end: a sentence that leads back into itself, over and over."""
-    (tmp_path / "round.txt").write_text("round and round we go, and " * 40, encoding="utf-8")
-    child = terminal("-n", "30000", "-f", str(tmp_path / "round.txt"))
-    child.send("round and round we go, and\r")
-    child.expect("round and round we go, and round and round we go")
-    child.send("\x03")
-    child.expect("stopped; this turn is forgotten")
-    child.expect(PROMPT)
-    child.send("/report\r")
-    child.expect("nothing was answered yet")
-    child.expect(PROMPT)
-    child.send("/quit\r")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    """Ctrl-C in an answer without an end, a sentence that leads back into itself; then editing, a paste of many lines,
+    commands, a line that is dropped, and Ctrl-D, in a pseudo-terminal."""
+    fact, again = tmp_path / "fact.txt", tmp_path / "again.txt"
+    fact.write_text(FACT, encoding="utf-8")
+    again.write_text("round and round we go, and " * 40, encoding="utf-8")
+    with terminal("-n", "30000", "--stop", ".", "-f", str(again)) as child:
+        child.send("round and round we go, and\r")
+        child.expect("round and round we go, and round and round we go")
+        child.send("\x03")
+        child.expect("stopped; this turn is forgotten")
+        child.expect(PROMPT)
+        child.send("/report\r")
+        child.expect("nothing was answered yet")
+        child.expect(PROMPT)
+        child.send(f"/load {fact}\r")
+        child.expect("they go before your next message")
+        child.expect(PROMPT)
+        child.send(f"{ASK[:-2]}zz\x7f\x7fis\r")  # two characters taken back
+        child.expect(" 7391-XKQ")
+        child.expect(PROMPT)
+        child.send("\x1b[200~first line of what is pasted here\nsecond line\nfirst.\nfirst line of what is\x1b[201~")
+        child.send("\r")
+        child.expect(r"pasted here\r\nsecond line\r\nfirst")  # the answer; the prompt draws lines otherwise
+        child.expect(PROMPT)
+        child.send("/polcy\r")
+        child.expect(r"did you mean /policy\?")
+        child.expect(PROMPT)
+        child.send("/report\r")
+        child.expect("by dense, density 1.000")
+        child.expect(PROMPT)
+        child.send("typed and dropped\x03")
+        child.expect(PROMPT)
+        child.send("\x04")
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import spread
 from engine_helpers import GREEDY, LAYERS, make, tokens
 from helpers import Planted, generator, planted_heads
 from tiny_models import random_ids
@@ -94,27 +95,25 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=No
         yield {*read}, True
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"s": 5, "r": 3, "m": 4},
-        {"tau": 0.95, "sinks": 0, "local": 1},
-        {"cover_gap": False},
-        {"align": "position", "s": 6},
-        {"unit": "kv_head"},
-        {"k": 0.15, "m": 0},
-        {"follow": 0},
-        {"follow": 2, "m": 5, "cover_gap": False},
-        {"follow": 1, "unit": "kv_head", "s": 30},
-        {"anchors": "any"},
-        {"anchors": "any", "tau": 0.95, "s": 30, "follow": None},
-        {"anchors": "any", "unit": "kv_head", "s": 5, "cover_gap": False},
-        {"anchors": "any", "align": "position", "s": 6, "r": 3, "m": 4, "k": 0.15},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kernels", [True, False])
+EVERY_OPTION = [
+    {},
+    {"s": 5, "r": 3, "m": 4},
+    {"tau": 0.95, "sinks": 0, "local": 1},
+    {"cover_gap": False},
+    {"align": "position", "s": 6},
+    {"unit": "kv_head"},
+    {"k": 0.15, "m": 0},
+    {"follow": 0},
+    {"follow": 2, "m": 5, "cover_gap": False},
+    {"follow": 1, "unit": "kv_head", "s": 30},
+    {"anchors": "any"},
+    {"anchors": "any", "tau": 0.95, "s": 30, "follow": None},
+    {"anchors": "any", "unit": "kv_head", "s": 5, "cover_gap": False},
+    {"anchors": "any", "align": "position", "s": 6, "r": 3, "m": 4, "k": 0.15},
+]
+
+
+@pytest.mark.parametrize(("options", "kernels"), spread(EVERY_OPTION, [True, False]), ids=str)
 def test_every_step_reads_what_the_definition_says(options, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr(cpu, "available", lambda: False)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from covering import covered, spread
 from engine_helpers import GREEDY, make, tokens
 from helpers import planted_heads, run_method
 from tiny_models import random_ids
@@ -153,9 +154,13 @@ class Brute:
         return keys
 
 
-@pytest.mark.parametrize("unit", list(UNITS))
-@pytest.mark.parametrize(("budget", "heavy"), [(24, 0.5), (24, 0.8), (16, 1.0), (9, 0.0), (45, 0.5)])
-@pytest.mark.parametrize("chunk", [40, 17])
+@covered(
+    {
+        "unit": list(UNITS),
+        ("budget", "heavy"): [(24, 0.5), (24, 0.8), (16, 1.0), (9, 0.0), (45, 0.5)],
+        "chunk": [40, 17],
+    }
+)
 def test_h2o_keeps_heavy_and_recent_keys_step_by_step(unit, budget, heavy, chunk):
     prompt, n = 40, 60
     q, k, v = planted_heads(4, 2, n, seed=5)
@@ -252,8 +257,7 @@ def test_nothing_is_announced_where_nothing_was_forgotten(llm, policy):
     assert report["decode"]["density"] == 1.0
 
 
-@pytest.mark.parametrize("policy", EVICTING)
-@pytest.mark.parametrize("between", ["stays", "leaves"])
+@pytest.mark.parametrize(("policy", "between"), spread(EVICTING, ["stays", "leaves"]))
 def test_questions_on_one_context_each_find_it_as_the_first_did(tiny_llama, policy, between):
     """The context once, then questions from there; a question cut off again takes what it evicted back."""
     llm = make(tiny_llama)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from covering import spread
 from helpers import MATRIX, MethodCase, Planted, generator, mass_of, phases_and_rows, planted_heads, run_method
 
 from saccade.kv.view import KVView
@@ -37,14 +38,14 @@ def test_the_matrix_covers_the_registry():
 
 
 @pytest.mark.parametrize("case", [case for case in MATRIX if case.dense is not None], ids=lambda case: case.name)
-@pytest.mark.parametrize("n", [1, 63, 64, 129, 333])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 129, 333])
 def test_dense_limit(case: MethodCase, n: int):
     """Contract 7: every method has a setting that equals dense attention, at any length."""
     method = case.type(**case.dense)
-    for heads, kv_heads in GROUPS:
-        q, _, view = data(heads, kv_heads, n, seed=n)
-        for phase, rows in phases_and_rows(method, (1, min(n, 50))):
-            assert_dense(method, phase, q, view, rows)
+    heads, kv_heads = GROUPS[n % len(GROUPS)]
+    q, _, view = data(heads, kv_heads, n, seed=n)
+    for phase, rows in phases_and_rows(method, (1, min(n, 50))):
+        assert_dense(method, phase, q, view, rows)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +78,10 @@ def test_the_sparse_settings_leave_keys_out(case: MethodCase, method):
 @pytest.mark.parametrize(("case", "method"), SPARSE)
 def test_i2_indices_are_sorted_unique_causal_at_every_boundary(case: MethodCase, method):
     """run_method checks each selection and what was really read; every row must have a key and no NaN may come out."""
-    lengths = {m + delta for m in case.boundary for delta in (-1, 0, 1)} | {1, 2, 5, 450}
+    lengths = {m + delta for m in case.boundary for delta in (-1, 0, 1)} | {1, 2, 5, 300}
     for n, (heads, kv_heads) in zip(sorted(lengths), itertools.cycle(GROUPS)):
         q, _, view = data(heads, kv_heads, n, seed=n)
-        for phase, rows in phases_and_rows(method, {1, min(5, n), min(200, n), n}):
+        for phase, rows in phases_and_rows(method, {1, min(5, n), n}):
             out, lse, used = run_method(method, phase, q, view, rows)
             assert used.shape == Shape.suffix(heads, kv_heads, rows, n)
             assert torch.isfinite(out).all()
@@ -104,7 +105,7 @@ def test_any_appended_chunk_equals_attention_over_its_own_mask(case: MethodCase,
 def test_selection_is_deterministic_and_blind_to_block_layout(case: MethodCase, method):
     q, k, v = planted_heads(4, 2, 500, seed=8)
     results = []
-    for block_size, shuffle in ((32, None), (32, 3), (16, 5), (128, 1)):
+    for block_size, shuffle in ((32, None), (16, 5), (128, 1)):
         view = KVView.from_tensors(k, v, block_size, shuffle_seed=shuffle)
         results.append([run_method(method, phase, q, view, rows) for phase, rows in phases_and_rows(method)])
     for other in results[1:]:
@@ -187,10 +188,10 @@ def test_i6_topk_is_that_oracle_given_its_forced_keys(sinks_local):
         assert (mass_of(q[:, -1:], k, rival) <= best + 1e-9).all()
 
 
-@pytest.mark.parametrize(("case", "method"), PURE)
-@pytest.mark.parametrize("strength", [1.0, 8.0])
-def test_i7_the_error_obeys_the_truncation_bound(case: MethodCase, method, strength):
+@pytest.mark.parametrize(("one", "strength"), spread([one.values for one in PURE], [1.0, 8.0]))
+def test_i7_the_error_obeys_the_truncation_bound(one, strength):
     """|o_sparse - o_dense| <= 2 (1 - mass) max |v|, per row."""
+    _, method = one
     pattern = Planted(sink=strength, columns=(11, 333), slashes=(3,), blocks=(4,), strength=strength)
     q, k, view = data(4, 2, 600, seed=13, pattern=pattern)
     for phase, rows in phases_and_rows(method, (1, 40)):

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 from tiny_models import make_checkpoint
 
 from saccade.errors import ModelError
@@ -19,6 +20,7 @@ from saccade.models import hub
 from saccade.models.folders import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEMPLATE = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 REPOS = ("tiny/llama", "tiny/torch-only", "tiny/recurrent")
 
 
@@ -98,72 +100,74 @@ def server(tmp_path_factory):
     serving.shutdown()
 
 
-FETCH = """import sys
-from saccade.errors import ModelError
-from saccade.models import hub
-try:
-    print(hub.fetch(sys.argv[1]))
-except ModelError as error:
-    sys.exit(str(error))
-"""
-
-
 @pytest.fixture
-def ask(server, tmp_path):
-    """Runs Python in a process of its own, whose hub is the server and whose cache is empty at first."""
+def here(server, tmp_path, monkeypatch):
+    """This process's hub is the server, and its cache is empty at first."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
 
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        given = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=100, env={**clean, **given}, cwd=tmp_path
-        )
+    def at(address: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + TEMPLATE)
 
-    return run
-
-
-def test_a_model_by_its_hub_name(ask):
-    """Fetched once, then taken from the cache, offline too; only what is needed comes."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.chdir(tmp_path)
+    close_session()
+    at(server)
     Hub.asked.clear()
-    first = ask("-c", FETCH, "tiny/llama")
-    assert first.returncode == 0, first.stderr
+    yield at
+    close_session()
+
+
+def test_a_model_by_its_hub_name(here, server, tmp_path):
+    """Fetched once, then taken from the cache, by a process that is offline; only what is needed comes."""
+    hub.fetch("tiny/llama")
     fetched = {path.partition(COMMIT + "/")[2] for path in Hub.asked if "/resolve/" in path}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= fetched
     assert not {name for name in fetched if name.endswith(".bin") or "/" in name}
     asked = len(Hub.asked)
-    command = ("-m", "saccade", "generate", "hello there", "-n", "3", "--ignore-eos", "-m", "tiny/llama")
-    offline = ask(*command, HF_HUB_OFFLINE="1")
+    words = ["generate", "hello", "-n", "3", "--ignore-eos", "-m", "tiny/llama"]
+    given = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    offline = subprocess.run(
+        [sys.executable, "-m", "saccade", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **given},
+    )
     assert offline.returncode == 0, offline.stderr
     assert "[length] prefill" in offline.stderr
     assert len(Hub.asked) == asked
 
 
-def test_a_revision_is_asked_for(ask):
-    Hub.asked.clear()
-    done = ask("-c", FETCH, "tiny/llama@v1")
-    assert done.stdout.strip().endswith(COMMIT), done.stderr
+def test_a_revision_is_asked_for(here):
+    assert hub.fetch("tiny/llama@v1").name == COMMIT
     assert any("/revision/v1" in path for path in Hub.asked)
 
 
 @pytest.mark.parametrize(
-    ("model", "environment", "message"),
+    ("model", "offline", "address", "message"),
     [
-        ("tiny/absent", {}, "'tiny/absent' is neither a folder here nor a model on http://127.0.0.1"),
-        ("tiny/llama@v9", {}, "tiny/llama has no revision 'v9'; give a branch, tag or commit"),
-        ("tiny/llama", {"HF_HUB_OFFLINE": "1"}, "not in the cache, and HF_HUB_OFFLINE is set; fetch it where"),
-        ("tiny/llama", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
-        ("tiny/torch-only", {}, "tiny/torch-only holds no safetensors"),
-        ("tiny/recurrent", {}, "mamba"),
+        ("tiny/absent", False, None, "'tiny/absent' is neither a folder here nor a model on http://127.0.0.1"),
+        ("tiny/llama@v9", False, None, "tiny/llama has no revision 'v9'; give a branch, tag or commit"),
+        ("tiny/llama", True, None, "not in the cache, and HF_HUB_OFFLINE is set; fetch it where"),
+        ("tiny/llama", False, "http://127.0.0.1:9", "http://127.0.0.1:9 cannot be reached"),
+        ("tiny/torch-only", False, None, "tiny/torch-only holds no safetensors"),
+        ("tiny/recurrent", False, None, "mamba"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(ask, model, environment, message):
+def test_what_cannot_be_had_is_one_line(here, monkeypatch, capfd, model, offline, address, message):
     """And nothing large was fetched before it was known."""
-    Hub.asked.clear()
-    done = ask("-c", FETCH, model, **environment)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    if address:
+        here(address)
+    with pytest.raises(ModelError) as caught:
+        hub.fetch(model)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
     assert not any(path.endswith((".safetensors", ".bin")) for path in Hub.asked)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import httpx
 import pytest
 from engine_helpers import make
-from server_helpers import GREEDY, error, serving
+from server_helpers import GREEDY, error, serving, until
 from tiny_models import one_thread as one_thread
 from tiny_models import random_ids
 
@@ -78,9 +79,23 @@ main(["serve", "--model", sys.argv[1], "--port", sys.argv[2], "--kv-memory", "8M
 """
 
 
+def test_what_a_crash_leaves_goes_on(tiny_llama, tmp_path):
+    """The folder as it is while the server runs, which nothing has closed."""
+    body, live, left = {"prompt": random_ids(100, 1), **GREEDY, "session_id": "s"}, tmp_path / "live", tmp_path / "left"
+    with serving(make(tiny_llama, session_dir=live)) as server:
+        answer = server.ask("/v1/completions", body).json()
+        until(lambda: list(live.glob("s*/head")))  # it is saved behind the turn
+        shutil.copytree(live, left)
+    with serving(make(tiny_llama, chunk=4096, session_dir=left)) as server:
+        again = server.ask("/v1/completions", body).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 99
+        assert again["choices"] == answer["choices"]
+
+
+@pytest.mark.thorough
 def test_a_killed_server_goes_on(tiny_llama, tmp_path):
     ids, port = random_ids(100, 1), "18471"
-    body, until = {"prompt": ids, **GREEDY, "session_id": "s"}, time.monotonic() + 120
+    body, ends = {"prompt": ids, **GREEDY, "session_id": "s"}, time.monotonic() + 120
     with subprocess.Popen([sys.executable, "-c", CODE, str(tiny_llama), port, str(tmp_path)]) as process:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
@@ -89,10 +104,10 @@ def test_a_killed_server_goes_on(tiny_llama, tmp_path):
                         answer = client.post("/v1/completions", json=body).json()
                         break
                     except httpx.ConnectError:
-                        assert time.monotonic() < until
+                        assert time.monotonic() < ends
                         time.sleep(0.2)
                 while not list(tmp_path.glob("s*/head")):  # it is saved behind the turn
-                    assert time.monotonic() < until
+                    assert time.monotonic() < ends
                     time.sleep(0.02)
         finally:
             os.kill(process.pid, signal.SIGKILL)

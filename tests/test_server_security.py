@@ -21,6 +21,8 @@ from tiny_models import make_checkpoint, random_ids
 from saccade.cli.main import main
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
+from saccade.server.admission import Admission, Caller
+from saccade.server.errors import ApiError
 from saccade.server.keys import Key, KeyRing, digest, new_key
 from saccade.server.policies import PolicyRules
 from saccade.server.settings import ServerConfig
@@ -73,6 +75,24 @@ def test_a_key_has_its_own_limits_and_policies(server):
     assert [one.status_code for one in got] == [200, 429]
     assert 1 <= int(got[1].headers["retry-after"]) <= 61
     assert ask("/v1/completions", body, **bearer(ONE)).status_code == 200
+
+
+def test_a_key_has_so_many_samples_at_work_in_all_its_requests():
+    admission = Admission(9)
+    first, second, other = (
+        Caller("r", Key(name, digest(name), max_concurrent=3)) for name in ("first", "first", "other")
+    )
+    admission.enter(first, 2)
+    with pytest.raises(ApiError, match="the key first may have 3 samples at work at once") as caught:
+        admission.enter(second, 2)
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    admission.enter(second, 1)
+    admission.enter(other, 3)
+    with pytest.raises(ApiError, match="at work at once"):
+        admission.enter(other, 1)
+    assert admission.samples == 6  # what is turned away counts for nothing
+    admission.leave(first, 2)
+    admission.enter(second, 2)
 
 
 def test_sessions_of_two_keys_do_not_meet(server):

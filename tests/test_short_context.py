@@ -77,6 +77,11 @@ def make(folder: Path) -> LLM:
     return LLM(folder, kv_memory="16MiB", prefill_chunk=2048, exact=False)
 
 
+@pytest.fixture(scope="module")
+def shared(folder) -> LLM:
+    return make(folder)
+
+
 def known(value: Any) -> Iterator[Any]:
     """What a state means, part by part: tensors without room to grow, and plain values."""
     if isinstance(value, ScoreTables):
@@ -116,40 +121,47 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
     return {name: pytest.approx(part, abs=1e-6) if isinstance(part, float) else part for name, part in decode.items()}
 
 
+def calls(counted: Counted, policy: str) -> float:
+    """Python's calls of a step, the median of a few."""
+    return statistics.median(step.calls for step in counted.steps([random_ids(88, seed=0)], [policy], 12))
+
+
+@pytest.fixture(scope="module")
+def dense_calls(counted) -> float:
+    return calls(counted, "dense")
+
+
 @pytest.mark.parametrize("policy", every_policy())
-def test_a_short_context_costs_no_more_calls_than_dense(counted, policy):
-    prompt = random_ids(88, seed=0)
+def test_a_short_context_costs_no_more_calls_than_dense(counted, dense_calls, policy):
     if policy.partition("(")[0] in SPARSE:
         pytest.skip("reads a part of so few keys, chosen in Python")
-    steps = {name: counted.steps([prompt], [name], 12) for name in ("dense", policy)}
-    dense, own = (statistics.median(step.calls for step in steps[name]) for name in ("dense", policy))
-    assert own <= 1.1 * dense
+    assert calls(counted, policy) <= 1.1 * dense_calls
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_rows_of_many_policies_are_one_call_a_step(folder, monkeypatch, half):
+def test_rows_of_many_policies_are_one_call_a_step(shared, monkeypatch, half):
     policies = [name for name in every_policy() if name.partition("(")[0] not in SPARSE][half::2]
     rows, real = [], PlannedRows.run_layers
     monkeypatch.setattr(
         PlannedRows, "run_layers", lambda self, *rest, **more: rows.append(len(self._rows)) or real(self, *rest, **more)
     )
-    outputs = make(folder).generate([random_ids(60 + i, seed=i) for i in range(len(policies))], FEW, policy=policies)
+    outputs = shared.generate([random_ids(60 + i, seed=i) for i in range(len(policies))], FEW, policy=policies)
     assert [output.error for output in outputs] == [None] * len(policies)
     assert rows.count(len(policies)) >= FEW.max_tokens - 2, rows
 
 
 @pytest.mark.parametrize("policy", LEARNING + WINDOWED)
-def test_states_and_answers_are_those_of_the_hooks(folder, monkeypatch, policy):
+def test_states_and_answers_are_those_of_the_hooks(shared, monkeypatch, policy):
     """A prompt of 60 tokens: at about 70 some is left out, and by then a method knows what it had learnt."""
 
     def answers() -> list[Any]:
-        llm, made = make(folder), []
-        with llm.session(policy) as session:
+        made = []
+        with shared.session(policy) as session:
             for count, length in ((6, 60), (24, 3)):  # of the second turn the whole way from all to a part
                 params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
                 made.append(session.generate(random_ids(length, seed=3), params))
-                (sequence,) = llm.engine.scheduler.idle.values()
-                memory = llm.engine.worker.memories[sequence.id]
+                (sequence,) = shared.engine.scheduler.idle.values()
+                memory = sequence.memories[sequence.id]
                 made.append([snapshot(state) for state in memory.states])
                 for layer, state in enumerate(made[-1]):  # what hangs on the keys alone is made when it is needed
                     view = memory.kv.view(layer)
