@@ -12,6 +12,7 @@ import pytest
 from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
+from saccade.engine.host import HostBackend
 from saccade.engine.host_pass import HostPass
 from saccade.engine.worker import Worker
 from saccade.methods.base import Method
@@ -152,6 +153,23 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
     in_the_next_pass(out_of_memory)
     outputs = packed.generate(prompts[:3], GREEDY, policy="topk(k=24)")
     assert [tokens(output) for output in outputs] == want
+    assert packed.engine.pool.used_blocks == 0
+
+
+def test_a_pass_that_cannot_be_planned_lets_go_of_what_it_held(tiny_llama, prompts, monkeypatch):
+    packed = make(tiny_llama, exact=False)
+    host, real, let_go = packed.engine.worker.host, HostBackend.attention, []
+
+    def failing(self, step, *given):
+        real(self, step, *given)  # which holds blocks by now
+        monkeypatch.setattr(HostBackend, "attention", real)
+        monkeypatch.setattr(host, "done", lambda: let_go.append(step) or HostBackend.done(host))
+        raise MemoryError("no room for a plan")
+
+    monkeypatch.setattr(HostBackend, "attention", failing)
+    output = packed.generate(prompts[0], GREEDY)[0]
+    assert "no room for a plan" in output.error
+    assert len(let_go) == 1
     assert packed.engine.pool.used_blocks == 0
 
 

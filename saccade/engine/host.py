@@ -60,7 +60,11 @@ class HostBackend:
         goes_on: bool = False,
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
-        attention = self.attention(step, memories, result.requests)
+        try:
+            attention = self.attention(step, memories, result.requests)
+        except BaseException:
+            self.done()  # no pass will do so
+            raise
         return HostPass(self.runner, step, result, attention, self.setting.watch.logits, self.done)
 
     def attention(

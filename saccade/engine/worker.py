@@ -205,7 +205,7 @@ class Worker:
             why_not = backend.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
             if why_not is not None:
-                result.requests[step.scheduled[number].request_id].passed_on = why_not
+                results_of(result.requests, step.scheduled[number])[0].passed_on = why_not
         parts = backend.parts(step, served, self.memories)
         goes_on = goes_on and not left and len(parts) == 1
         for part in parts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,29 +49,23 @@ def shard_model(model: LoadedModel, rank: int, ranks: int, add: Sum) -> LoadedMo
     return replace(model, spec=spec, runner=HFRunner(model.runner.model, model.runner.family, spec, llama))
 
 
-class SummedMatrix(Matrix):
+class SummedMatrix(DenseMatrix):
     """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
 
-    def __init__(self, part: Matrix, add: Sum) -> None:
-        self._part, self._add = part, add
-        self.weight, self.bias, self.channels = part.weight, part.bias, part.channels
+    def __init__(self, weight: Tensor, bias: Tensor | None, add: Sum) -> None:
+        super().__init__(weight, bias)
+        self._add = add
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """Not of a stored weight: of a part."""
-        raise NotImplementedError
-
-    def product(self, x: Any) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
-        return self._add(self._part.product(x))
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :class:`Matrix`; of the part alone."""
-        return self._part.rows(ids, dtype)
+        return self._add(super().product(x))
 
     def split(self, widths: Sequence[int]) -> list[Matrix]:
         """See :class:`Matrix`."""
-        return [SummedMatrix(part, self._add) for part in self._part.split(widths)]
+        return [SummedMatrix(part.weight, part.bias, self._add) for part in super().split(widths)]
+
+    def native(self, dtype: torch.dtype) -> None:
+        """None: the C++ kernels add nothing up over ranks."""
 
 
 def _part(layer: LayerWeights, rank: int, ranks: int, add: Sum) -> LayerWeights:
@@ -88,7 +81,7 @@ def _part(layer: LayerWeights, rank: int, ranks: int, add: Sum) -> LayerWeights:
                 "use tensor_parallel_size=1"
             )
         own = matrix.weight.chunk(ranks, 1)[rank].contiguous()
-        return SummedMatrix(DenseMatrix(own, matrix.bias if rank == 0 else None), add)
+        return SummedMatrix(own, matrix.bias if rank == 0 else None, add)
 
     part = replace(
         layer,

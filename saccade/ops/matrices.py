@@ -94,7 +94,7 @@ class DenseMatrix(Matrix):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseMatrix:
         """See :class:`Matrix`."""
-        return cls(weight, bias)
+        return DenseMatrix(weight, bias)
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`.
