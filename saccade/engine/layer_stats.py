@@ -45,7 +45,6 @@ class LayerStats:
     estimates: int = 0
     units: int = 0  # rules in a call, at most
     least_covered: float = 1.0
-    late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
     certified: dict[str, int] = field(default_factory=dict)  # see Cost.certified
     late_coverage: tuple[Tensor, Tensor] | None = None  # sum and least of what a device estimated
 
@@ -61,7 +60,7 @@ class LayerStats:
         self.causal += used.shape.causal_pairs
         self.scored += cost.scored
         self.estimated += cost.estimated
-        self.retrievals += cost.scored > 0 or cost.estimated > 0 or bool(cost.late)
+        self.retrievals += cost.scored > 0 or cost.estimated > 0
         if cost.searches is not None:
             self.searches += cost.searches
             self.searchable += used.shape.heads
@@ -79,8 +78,6 @@ class LayerStats:
             self.least_covered = min(self.least_covered, *estimates)
         for name, heads in cost.certified.items():
             self.certified[name] = self.certified.get(name, 0) + heads
-        for name, count in cost.late.items():
-            self.late[name] = self.late[name] + count if name in self.late else count
 
     def plus(self, other: LayerStats) -> None:
         """Count the calls that ``other`` has counted."""
@@ -115,9 +112,6 @@ class LayerStats:
 
     def settle(self) -> None:
         """Take over what a device has counted since the last time."""
-        for name, count in self.late.items():
-            setattr(self, name, getattr(self, name) + round(float(count)))
-        self.late = {}
         if self.late_coverage is not None:
             total, least = map(float, self.late_coverage)
             self.covered, self.least_covered = self.covered + total, min(self.least_covered, least)

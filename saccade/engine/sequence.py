@@ -161,12 +161,6 @@ class Sequence:
         self.computed = usable(self.spans, self.computed, chunk)
         self.memories.truncate(self.id, self.computed, Cut.FORGOTTEN)
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether a step broke on the way, or what it did was not settled: states may have seen some of its rows, in
-        some layers. They go on from where they were marked, or are built anew."""
-        return self.memories.stands(self.id) != self.computed
-
     def keep(self, stop: int, rows: ScheduledRequest) -> None:
         """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
         where everything is to be computed again."""

@@ -50,19 +50,12 @@ class Cost:
         None  # query heads that looked for keys anew, for methods that at times reuse what they found
     )
     notes: list[str] = field(default_factory=list)  # sentences for the request's report
-    late: dict[str, Tensor] = field(default_factory=dict)  # what only a device knows of the counts above, by name
-
     certified: dict[str, int] = field(default_factory=dict)  # query heads whose error has a bound, by what gave it
 
     def certify(self, **heads: int) -> None:
         """Count query heads whose output's error is certified: by ``bounds``, a ``sample``, or being ``exact``."""
         for name, count in heads.items():
             self.certified[name] = self.certified.get(name, 0) + count
-
-    def add_late(self, **counts: Tensor) -> None:
-        """Add numbers, tensors of no axis on a device, to the counts of those names without waiting for them."""
-        for name, count in counts.items():
-            self.late[name] = self.late[name] + count if name in self.late else count
 
 
 class Evicting(MethodState):
