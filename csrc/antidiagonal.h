@@ -42,19 +42,11 @@ class AntidiagonalTask : TileTask<Math, T> {
           where_(call_, head / (call_.heads / call_.kv_heads)) {}
 
     void run() {
-        Carver count(nullptr);
-        carve(count);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
-        carve(carver);
+        in_scratch([&](Carver& c) { carve(c); });
         start();
-        KeyStep<kStep> steps[2];
-        int now = 0;
-        bool more = fill(steps[0], 0);
-        for (int64_t index = 0; more; ++index) {
-            more = fill(steps[1 - now], (index + 1) * kStep);
-            take_step(steps[now], more ? &steps[1 - now] : nullptr, index);
-            now = 1 - now;
-        }
+        int64_t tile = -kStep;
+        this->each_step([&](KeyStep<kStep>& step) { return fill(step, tile += kStep); },
+                        [&](const auto& step, const auto* next, int64_t index) { take_step(step, next, index); });
         finish();
     }
 
@@ -117,34 +109,21 @@ class AntidiagonalTask : TileTask<Math, T> {
         const int last = step.count - 1;
         const bool cut = plan_.s.k_len % stride_ && step.position[last] == plan_.k_tiles - 1;
         if (cut) use_tail(last, step.count);
-        const bool masked = step.position[last] > x_.first[0] || step.count % kRegKeys != 0;
-        if (masked) {
-            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
-            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
-        }
-        for (int lane = 0; lane < kTile; lane += NV * W) {
-            Reach reach(step, x_.position + lane, step.count, masked);
-            if (masked) this->template scores<Mask::interval>(0, lane, reach, nullptr);
-            else this->template scores<Mask::none>(0, lane, reach, lane ? nullptr : next, false);
-            for (int v = 0; v < NV; ++v) {
-                const int at = lane + v * W, end = step.count < reach.end[v] ? step.count : reach.end[v];
-                F best = Simd::load(x_.best + at);
-                if (!regular_ || cut) best = correct(at, end, cut ? last : -1);
-                F old = Simd::load(x_.max + at), max = Simd::max(old, best), sum = Simd::set1(0);
-                for (int j = 0; j < step.count; j += static_cast<int>(plan_.per_block)) {
-                    const int stop = j + plan_.per_block < end ? j + static_cast<int>(plan_.per_block) : end;
-                    F block = Simd::set1(0);
-                    for (int i = j; i < stop; ++i)
-                        block = Simd::add(block, Simd::exp2(Simd::sub(Simd::load(x_.s + i * kTile + at), max)));
-                    sum = Simd::add(sum, block);
-                    Simd::store(sums_ + (index * kStep + j) / plan_.per_block * kTile + at, block);
-                }
-                F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
-                Simd::store(x_.max + at, max);
-                Simd::store(x_.sum + at, Simd::add(before, sum));
-                Simd::store(step_max_ + index * kTile + at, max);
+        this->causal_scores(0, step, next, [&](int at, int end) {
+            F best = Simd::load(x_.best + at);
+            if (!regular_ || cut) best = correct(at, end, cut ? last : -1);
+            F old = Simd::load(x_.max + at), max = Simd::max(old, best), sum = Simd::set1(0);
+            for (int j = 0; j < step.count; j += static_cast<int>(plan_.per_block)) {
+                const int stop = j + plan_.per_block < end ? j + static_cast<int>(plan_.per_block) : end;
+                F block = Simd::set1(0);
+                for (int i = j; i < stop; ++i)
+                    block = Simd::add(block, Simd::exp2(Simd::sub(Simd::load(x_.s + i * kTile + at), max)));
+                sum = Simd::add(sum, block);
+                Simd::store(sums_ + (index * kStep + j) / plan_.per_block * kTile + at, block);
             }
-        }
+            this->add_sum(at, old, max, sum);
+            Simd::store(step_max_ + index * kTile + at, max);
+        });
     }
 
     // The last keys' tile is filled up with zeros: what follows in its page is nobody's.
@@ -186,11 +165,8 @@ class AntidiagonalTask : TileTask<Math, T> {
         for (int i = 0; i < kTile; ++i) x_.sum[i] = i < lanes_ && x_.sum[i] > 0 ? 1 / x_.sum[i] : 0;
         for (int64_t tile = 0; tile < keys_; tile += plan_.per_block) {
             const float *sums = sums_ + tile / plan_.per_block * kTile, *max = step_max_ + tile / kStep * kTile;
-            for (int v = 0; v < kTile; v += W) {
-                F scale = Simd::mul(Simd::exp2(Simd::sub(Simd::load(max + v), Simd::load(x_.max + v))),
-                                    Simd::load(x_.sum + v));
-                Simd::store(share + v, Simd::mul(Simd::load(sums + v), scale));
-            }
+            for (int v = 0; v < kTile; v += W)
+                Simd::store(share + v, Simd::mul(Simd::load(sums + v), this->part_of(max, v)));
             for (int64_t lane = 0; lane < lanes_; ++lane) {
                 const int64_t q_block = (tile_ + lane) / plan_.per_block - plan_.first_block;
                 out[q_block * k_blocks + tile / plan_.per_block] += share[lane];

@@ -42,10 +42,7 @@ class LineGroupsTask : TileTask<Math, T> {
         : Base(plan.s.attention, plan.s.rows), plan_(plan), head_(head), part_(part) {}
 
     void run() {
-        Carver count(nullptr);
-        carve(count);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
-        carve(carver);
+        in_scratch([&](Carver& c) { carve(c); });
         const int64_t first = a_.q_len - lanes_, size = plan_.s.block_size;
         this->load_queries(
             [&](int64_t lane) {
@@ -66,16 +63,13 @@ class LineGroupsTask : TileTask<Math, T> {
         }
         KeyStream stream(a_, head_ / (a_.heads / a_.kv_heads), 0, a_.q_start + a_.q_len);
         stream.part(part_ * kPartSteps * kStep, kPartSteps * kStep);
-        KeyStep<kStep> steps[2];
-        int now = 0;
-        bool more = stream.fill(steps[0]);
-        for (int64_t index = part_ * kPartSteps; more; ++index) {
-            more = stream.fill(steps[1 - now]);
-            this->find_keys(steps[now]);
-            for (int64_t tile = 0; tile < tiles_; ++tile)
-                take_step(tile, steps[now], more && !tile ? &steps[1 - now] : nullptr, plan_.step(head_, index));
-            now = 1 - now;
-        }
+        this->each_step([&](KeyStep<kStep>& step) { return stream.fill(step); },
+                        [&](const auto& step, const auto* next, int64_t index) {
+                            this->find_keys(step);
+                            for (int64_t tile = 0; tile < tiles_; ++tile)
+                                take_step(tile, step, tile ? nullptr : next, plan_.step(head_, index));
+                        },
+                        part_ * kPartSteps);
         std::memcpy(plan_.part(head_, part_), x_.max, plan_.lanes * sizeof(float));
         std::memcpy(plan_.part(head_, part_) + plan_.lanes, x_.sum, plan_.lanes * sizeof(float));
     }
@@ -91,50 +85,36 @@ class LineGroupsTask : TileTask<Math, T> {
     void take_step(int64_t tile, const KeyStep<kStep>& step, const KeyStep<kStep>* next, float* record) {
         const int64_t lanes = plan_.lanes;
         const int size = static_cast<int>(plan_.s.block_size);
-        const bool masked = step.position[step.count - 1] > x_.first[0] || step.count % kRegKeys != 0;
-        if (masked) {
-            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
-            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
-        }
-        for (int lane = 0; lane < kTile; lane += NV * W) {
-            Reach reach(step, x_.position + tile * kTile + lane, step.count, masked);
-            if (masked) this->template scores<Mask::interval>(tile, lane, reach, nullptr);
-            else this->template scores<Mask::none>(tile, lane, reach, lane ? nullptr : next, false);
-            for (int v = 0; v < NV; ++v) {
-                const int in_tile = lane + v * W;
-                const int64_t at = tile * kTile + in_tile;
-                const int end = step.count < reach.end[v] ? step.count : reach.end[v];
-                const I rest = Simd::load_int(rest_ + at);
-                F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + in_tile));
-                F sum = Simd::set1(0);
-                float* to = record + lanes + at;
-                for (int64_t block = 0; block < plan_.per_step; ++block, to += 2 * lanes) {
-                    // A key up to a row's own place within blocks lies in the group of as many blocks as there are
-                    // between them, a later one in the group before.
-                    const int from = static_cast<int>(block) * size, stop = from + size < end ? from + size : end;
-                    const int low = from + least_[at / W] + 1, high = from + most_[at / W] + 1;
-                    F near = Simd::set1(0), far = Simd::set1(0);
-                    const float* s = x_.s + in_tile;
-                    int j = from;
-                    for (; j < stop && j < low; ++j)
-                        far = Simd::add(far, Simd::exp2(Simd::sub(Simd::load(s + j * kTile), max)));
-                    for (; j < stop && j < high; ++j) {
-                        const F x = Simd::sub(Simd::load(s + j * kTile), max);
-                        far = Simd::add(far, Simd::exp2(Simd::keep(x, rest, j - from, INT32_MAX)));
-                        near = Simd::add(near, Simd::exp2(Simd::keep(x, rest, INT32_MIN, j - from)));
-                    }
-                    for (; j < stop; ++j)
-                        near = Simd::add(near, Simd::exp2(Simd::sub(Simd::load(s + j * kTile), max)));
-                    sum = Simd::add(sum, Simd::add(far, near));
-                    Simd::store(to, far);
-                    Simd::store(to + lanes, near);
+        this->causal_scores(tile, step, next, [&](int in_tile, int end) {
+            const int64_t at = tile * kTile + in_tile;
+            const I rest = Simd::load_int(rest_ + at);
+            F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + in_tile));
+            F sum = Simd::set1(0);
+            float* to = record + lanes + at;
+            for (int64_t block = 0; block < plan_.per_step; ++block, to += 2 * lanes) {
+                // A key up to a row's own place within blocks lies in the group of as many blocks as there are
+                // between them, a later one in the group before.
+                const int from = static_cast<int>(block) * size, stop = from + size < end ? from + size : end;
+                const int low = from + least_[at / W] + 1, high = from + most_[at / W] + 1;
+                F near = Simd::set1(0), far = Simd::set1(0);
+                const float* s = x_.s + in_tile;
+                int j = from;
+                for (; j < stop && j < low; ++j)
+                    far = Simd::add(far, Simd::exp2(Simd::sub(Simd::load(s + j * kTile), max)));
+                for (; j < stop && j < high; ++j) {
+                    const F x = Simd::sub(Simd::load(s + j * kTile), max);
+                    far = Simd::add(far, Simd::exp2(Simd::keep(x, rest, j - from, INT32_MAX)));
+                    near = Simd::add(near, Simd::exp2(Simd::keep(x, rest, INT32_MIN, j - from)));
                 }
-                F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
-                Simd::store(x_.max + at, max);
-                Simd::store(x_.sum + at, Simd::add(before, sum));
-                Simd::store(record + at, max);
+                for (; j < stop; ++j)
+                    near = Simd::add(near, Simd::exp2(Simd::sub(Simd::load(s + j * kTile), max)));
+                sum = Simd::add(sum, Simd::add(far, near));
+                Simd::store(to, far);
+                Simd::store(to + lanes, near);
             }
-        }
+            this->add_sum(at, old, max, sum);
+            Simd::store(record + at, max);
+        });
     }
 
     const LineGroupsPlan& plan_;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "threads.h"
+
 namespace saccade {
 namespace {
 
@@ -101,6 +103,15 @@ class Carver {
     char* base_;
     int64_t used_ = 0;
 };
+
+// What `carve(carver)` takes, from number `which` of the thread's scratch; its value.
+template <class Carve>
+auto in_scratch(const Carve& carve, int which = 0) {
+    Carver count(nullptr);
+    carve(count);
+    Carver carver(static_cast<char*>(thread_scratch(count.used(), which)));
+    return carve(carver);
+}
 
 }  // namespace
 }  // namespace saccade

@@ -25,10 +25,7 @@ class PrefillTask : TileTask<Math, T> {
         : Base(a, heads * (last_row - first_row)), head_(first_head), row_(first_row), rows_(last_row - first_row),
           lines_(lines) {
         this->lean_ = true;
-        Carver count(nullptr);
-        carve(count);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
-        carve(carver);
+        in_scratch([&](Carver& c) { carve(c); });
     }
 
     template <class Stream>

@@ -292,10 +292,7 @@ template <class Math, class T>
 void progressive_typed(const Progressive& p) {
     const Attention& a = p.attention;
     ProgressivePlan plan(p);
-    Carver count(nullptr);
-    plan.carve(count);
-    Carver carver(static_cast<char*>(thread_scratch(count.used(), 1)));
-    plan.carve(carver);
+    in_scratch([&](Carver& c) { plan.carve(c); }, 1);
     const std::unique_ptr<RuledUnit[]> units(new RuledUnit[p.units]);
     plan.units = units.get();
     plan.begin();

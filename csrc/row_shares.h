@@ -59,10 +59,7 @@ class RowSharesTask : TileTask<Math, T> {
           keys_(a_.q_start + lanes.row[lanes.count - 1] + 1), per_step_(kStep / plan.s.block_size) {}
 
     void run() {
-        Carver count(nullptr);
-        carve(count);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
-        carve(carver);
+        in_scratch([&](Carver& c) { carve(c); });
         this->load_queries(
             [&](int64_t lane) {
                 return static_cast<const T*>(a_.q) + head_ * a_.q_head_stride + sampled_.row[lane] * a_.q_row_stride;
@@ -73,14 +70,8 @@ class RowSharesTask : TileTask<Math, T> {
             x_.sum[i] = 0;
         }
         KeyStream stream(a_, head_ / (a_.heads / a_.kv_heads), 0, keys_);
-        KeyStep<kStep> steps[2];
-        int now = 0;
-        bool more = stream.fill(steps[0]);
-        for (int64_t index = 0; more; ++index) {
-            more = stream.fill(steps[1 - now]);
-            take_step(steps[now], more ? &steps[1 - now] : nullptr, index);
-            now = 1 - now;
-        }
+        this->each_step([&](KeyStep<kStep>& step) { return stream.fill(step); },
+                        [&](const auto& step, const auto* next, int64_t index) { take_step(step, next, index); });
         finish();
     }
 
@@ -95,33 +86,20 @@ class RowSharesTask : TileTask<Math, T> {
     void take_step(const KeyStep<kStep>& step, const KeyStep<kStep>* next, int64_t index) {
         this->find_keys(step);
         const int size = static_cast<int>(plan_.s.block_size);
-        const bool masked = step.position[step.count - 1] > x_.first[0] || step.count % kRegKeys != 0;
-        if (masked) {
-            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
-            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
-        }
-        for (int lane = 0; lane < kTile; lane += NV * W) {
-            Reach reach(step, x_.position + lane, step.count, masked);
-            if (masked) this->template scores<Mask::interval>(0, lane, reach, nullptr);
-            else this->template scores<Mask::none>(0, lane, reach, lane ? nullptr : next, false);
-            for (int v = 0; v < NV; ++v) {
-                const int at = lane + v * W, end = step.count < reach.end[v] ? step.count : reach.end[v];
-                F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + at));
-                F sum = Simd::set1(0);
-                for (int64_t part = 0; part < per_step_; ++part) {
-                    const int from = static_cast<int>(part) * size, to = from + size < end ? from + size : end;
-                    F block = Simd::set1(0);
-                    for (int j = from; j < to; ++j)
-                        block = Simd::add(block, Simd::exp2(Simd::sub(Simd::load(x_.s + j * kTile + at), max)));
-                    sum = Simd::add(sum, block);
-                    Simd::store(sums_ + (index * per_step_ + part) * kTile + at, block);
-                }
-                F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
-                Simd::store(x_.max + at, max);
-                Simd::store(x_.sum + at, Simd::add(before, sum));
-                Simd::store(step_max_ + index * kTile + at, max);
+        this->causal_scores(0, step, next, [&](int at, int end) {
+            F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + at));
+            F sum = Simd::set1(0);
+            for (int64_t part = 0; part < per_step_; ++part) {
+                const int from = static_cast<int>(part) * size, to = from + size < end ? from + size : end;
+                F block = Simd::set1(0);
+                for (int j = from; j < to; ++j)
+                    block = Simd::add(block, Simd::exp2(Simd::sub(Simd::load(x_.s + j * kTile + at), max)));
+                sum = Simd::add(sum, block);
+                Simd::store(sums_ + (index * per_step_ + part) * kTile + at, block);
             }
-        }
+            this->add_sum(at, old, max, sum);
+            Simd::store(step_max_ + index * kTile + at, max);
+        });
     }
 
     // Adds the lanes' shares to the sums of their query blocks.
@@ -132,11 +110,8 @@ class RowSharesTask : TileTask<Math, T> {
         const int64_t blocks = (keys_ + plan_.s.block_size - 1) / plan_.s.block_size;
         for (int64_t block = 0; block < blocks; ++block) {
             const float *sums = sums_ + block * kTile, *max = step_max_ + block / per_step_ * kTile;
-            for (int v = 0; v < kTile; v += W) {
-                F scale = Simd::mul(Simd::exp2(Simd::sub(Simd::load(max + v), Simd::load(x_.max + v))),
-                                    Simd::load(x_.sum + v));
-                Simd::store(share + v, Simd::mul(Simd::load(sums + v), scale));
-            }
+            for (int v = 0; v < kTile; v += W)
+                Simd::store(share + v, Simd::mul(Simd::load(sums + v), this->part_of(max, v)));
             for (int64_t lane = 0; lane < lanes_; ++lane)
                 out[sampled_.q_block[lane] * plan_.k_blocks + block] += share[lane];
         }

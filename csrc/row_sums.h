@@ -26,10 +26,7 @@ class RowTask : TileTask<Math, T> {
     // Writes weights [key][stride] fp32 at `weights` (own scratch if null) for the keys up to the last row's own; the
     // first kTile of each stride are this task's lanes.
     void run(float* weights, int64_t stride) {
-        Carver count(nullptr);
-        carve(count, weights);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
-        carve(carver, weights);
+        in_scratch([&](Carver& c) { carve(c, weights); });
         stride_ = weights ? stride : kTile;
         if (weights) p_ = weights;
         this->load_queries(
@@ -42,14 +39,8 @@ class RowTask : TileTask<Math, T> {
             x_.sum[i] = 0;
         }
         KeyStream stream(a_, head_ / (a_.heads / a_.kv_heads), 0, keys_);
-        KeyStep<kStep> steps[2];
-        int now = 0;
-        bool more = stream.fill(steps[0]);
-        for (int64_t index = 0; more; ++index) {
-            more = stream.fill(steps[1 - now]);
-            take_step(steps[now], more ? &steps[1 - now] : nullptr, index);
-            now = 1 - now;
-        }
+        this->each_step([&](KeyStep<kStep>& step) { return stream.fill(step); },
+                        [&](const auto& step, const auto* next, int64_t index) { take_step(step, next, index); });
         for (int i = 0; i < kTile; ++i) x_.sum[i] = i < lanes_ ? 1 / x_.sum[i] : 0;
     }
 
@@ -58,10 +49,7 @@ class RowTask : TileTask<Math, T> {
     void each(const Body& body) {
         for (int64_t step = 0; step < steps_; ++step) {
             F factor[kTile / W];
-            for (int v = 0; v < kTile / W; ++v) {
-                F m = Simd::load(step_max_ + step * kTile + v * W);
-                factor[v] = Simd::mul(Simd::exp2(Simd::sub(m, Simd::load(x_.max + v * W))), Simd::load(x_.sum + v * W));
-            }
+            for (int v = 0; v < kTile / W; ++v) factor[v] = this->part_of(step_max_ + step * kTile, v * W);
             const int64_t last = (step + 1) * kStep < keys_ ? (step + 1) * kStep : keys_;
             for (int64_t key = step * kStep; key < last; ++key) {
                 F x[kTile / W];
@@ -106,32 +94,19 @@ class RowTask : TileTask<Math, T> {
 
     void take_step(const KeyStep<kStep>& step, const KeyStep<kStep>* next, int64_t index) {
         this->find_keys(step);
-        const bool masked = step.position[step.count - 1] > x_.first[0] || step.count % kRegKeys != 0;
-        if (masked) {
-            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
-            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
-        }
-        for (int lane = 0; lane < kTile; lane += NV * W) {
-            Reach reach(step, x_.position + lane, step.count, masked);
-            if (masked) this->template scores<Mask::interval>(0, lane, reach, nullptr);
-            else this->template scores<Mask::none>(0, lane, reach, lane ? nullptr : next, false);
-            for (int v = 0; v < NV; ++v) {
-                const int at = lane + v * W;
-                F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + at));
-                F sum = Simd::set1(0);  // of this step alone: long sums would lose small weights
-                float* p = p_ + index * kStep * stride_ + at;
-                for (int j = 0; j < step.count; ++j, p += stride_) {
-                    F x = Simd::set1(0);
-                    if (j < reach.end[v]) x = Simd::exp2(Simd::sub(Simd::load(x_.s + j * kTile + at), max));
-                    sum = Simd::add(sum, x);
-                    Simd::store(p, x);
-                }
-                F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
-                Simd::store(x_.max + at, max);
-                Simd::store(x_.sum + at, Simd::add(before, sum));
-                Simd::store(step_max_ + index * kTile + at, max);
+        this->causal_scores(0, step, next, [&](int at, int end) {
+            F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + at));
+            F sum = Simd::set1(0);  // of this step alone: long sums would lose small weights
+            float* p = p_ + index * kStep * stride_ + at;
+            for (int j = 0; j < step.count; ++j, p += stride_) {
+                F x = Simd::set1(0);
+                if (j < end) x = Simd::exp2(Simd::sub(Simd::load(x_.s + j * kTile + at), max));
+                sum = Simd::add(sum, x);
+                Simd::store(p, x);
             }
-        }
+            this->add_sum(at, old, max, sum);
+            Simd::store(step_max_ + index * kTile + at, max);
+        });
     }
 
     const int64_t head_;

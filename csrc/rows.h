@@ -166,10 +166,7 @@ Operand<T> normed_operand(const Call& c) {
         T* x = take.template take<T>(c.rows * c.channels);
         return std::pair<T*, float*>(x, take_room<T, Tiles>(take, c.rows, c.channels));
     };
-    Carver count(nullptr);
-    carve(count);
-    Carver carver(static_cast<char*>(thread_scratch(count.used())));
-    auto [x, room] = carve(carver);
+    auto [x, room] = in_scratch(carve);
     norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, c.threads, x);
     return operand<T, Tiles>(x, c.rows, c.channels, room, c.threads);
 }
@@ -215,10 +212,7 @@ void finish_rows_typed(const FinishRows& c) {
         room.wide = take_room<T, Tiles>(take, rows, std::max(std::max(inner, n), c.attended_channels));
         return room;
     };
-    Carver count(nullptr);
-    carve(count);
-    Carver carver(static_cast<char*>(thread_scratch(count.used())));
-    Room room = carve(carver);
+    Room room = in_scratch(carve);
     T* hidden = static_cast<T*>(c.hidden);
     const auto taken = [&](const T* from, int64_t in) {
         return operand<T, Tiles>(from, rows, in, room.wide, c.threads);

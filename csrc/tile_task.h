@@ -117,6 +117,48 @@ class TileTask {
         for (int v = 0; v < NV; ++v) Simd::store(x_.best + lane + v * W, best[v]);
     }
 
+    // Calls take(step, the one after it or null, number) for each step that `fill` fills, which are numbered from `index`
+    // on.
+    template <class Fill, class Take>
+    static SACCADE_INLINE void each_step(const Fill& fill, const Take& take, int64_t index = 0) {
+        KeyStep<kStep> steps[2];
+        int now = 0;
+        for (bool more = fill(steps[0]); more; ++index, now = 1 - now) {
+            more = fill(steps[1 - now]);
+            take(steps[now], more ? &steps[1 - now] : nullptr, index);
+        }
+    }
+
+    // Scores of a step in rows that read the keys up to their own: calls body(lane, end) for each vector of lanes, of
+    // which no key from number `end` of the step on counts.
+    template <class Body>
+    SACCADE_INLINE void causal_scores(int64_t tile, const KeyStep<kStep>& step, const KeyStep<kStep>* next,
+                                      const Body& body) {
+        const bool masked = step.position[step.count - 1] > x_.first[0] || step.count % kRegKeys != 0;
+        if (masked) {
+            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
+            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
+        }
+        for (int lane = 0; lane < kTile; lane += NV * W) {
+            Reach reach(step, x_.position + tile * kTile + lane, step.count, masked);
+            if (masked) scores<Mask::interval>(tile, lane, reach, nullptr);
+            else scores<Mask::none>(tile, lane, reach, lane ? nullptr : next, false);
+            for (int v = 0; v < NV; ++v) body(lane + v * W, step.count < reach.end[v] ? step.count : reach.end[v]);
+        }
+    }
+
+    // Adds `sum`, of powers of two relative to `max`, to what the lanes from `at` on have, relative to `old`.
+    SACCADE_INLINE void add_sum(int64_t at, F old, F max, F sum) {
+        F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
+        Simd::store(x_.max + at, max);
+        Simd::store(x_.sum + at, Simd::add(before, sum));
+    }
+
+    // What brings a step's sums, relative to `max`, to parts of the whole, of which x_.sum holds the inverse.
+    SACCADE_INLINE F part_of(const float* max, int at) const {
+        return Simd::mul(Simd::exp2(Simd::sub(Simd::load(max + at), Simd::load(x_.max + at))), Simd::load(x_.sum + at));
+    }
+
     // acc[key][lane] = q . k of four keys from number `j` on and N vectors of lanes.
     template <int N>
     SACCADE_INLINE void dot_products(const float* q, int j, F (&acc)[kRegKeys][N]) const {

@@ -2,7 +2,7 @@
 
 A draw is a function of (seed, sample, position): Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
 2, 3", SC 2011) with the seed for its key and the place for its counter. Nothing keeps a generator's state, so a replay,
-another batch or another device gives the same numbers. :mod:`saccade.ops.triton.randomness` is the same in a kernel.
+another batch or another device gives the same numbers.
 """
 
 from __future__ import annotations

@@ -15,14 +15,12 @@ from saccade.ops import Call, attend, run
 from saccade.ops.triton.batched_decode import append_rows, score_blocks
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.block_sums import line_sums
-from saccade.ops.triton.candidates import choose
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.line_sums import token_sums
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.ops.triton.progressive import attend_progressive
-from saccade.ops.triton.weights import read_weights
-from saccade.selection import Candidates, Cone, Dense, Shape, Tokens, Windowed
+from saccade.selection import Cone, Dense, Shape, Windowed
 from saccade.selection.forms import Rule, Summarized
 from saccade.selection.readings import Choice
 
@@ -105,21 +103,6 @@ def test_sums_of_lines():
     q, shared, apart, shape = views(64)
     equal(*(token_sums(q, view, shape, 20, 0.2) for view in (apart, shared)))
     equal(*(line_sums(q, view, shape, 64, 0.2) for view in (apart, shared)))
-
-
-@pytest.mark.parametrize("units", [4, 1])
-def test_candidates_and_weights(units):
-    q, shared, apart, shape = views(1)
-    offsets = torch.arange(units + 1) * 30
-    keys = [torch.randperm(N - 10)[:30].sort().values + 4 for _ in range(units)]
-    selection = Candidates(shape, offsets, torch.cat(keys).int(), torch.full((units,), 9), sinks=4, local=6)
-    chosen = [choose(q, view, selection, scale=0.2) for view in (apart, shared)]
-    assert torch.equal(chosen[0].indices, chosen[1].indices)
-    assert isinstance(chosen[0], Tokens)
-    _, lse = attend(q, shared, chosen[0], scale=0.2, backend="reference")
-    weights = [read_weights(q, view, chosen[0], lse, scale=0.2) for view in (apart, shared)]
-    assert torch.equal(*weights)
-    assert weights[0].sum() > 0
 
 
 def test_batched_rows():

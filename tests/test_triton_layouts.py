@@ -18,14 +18,12 @@ from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.ops import attend
 from saccade.ops.triton import batched_decode, batched_rank, block_pairs, block_sums, choose, line_sums, rows
-from saccade.ops.triton.candidates import choose as choose_candidates
 from saccade.ops.triton.decode import KeyLists, attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import attend_progressive
-from saccade.ops.triton.weights import read_weights
-from saccade.selection import Candidates, Shape, Tokens
+from saccade.selection import Shape, Tokens
 from saccade.selection.forms import Rule, Summarized
 from saccade.selection.readings import Choice
 
@@ -122,20 +120,6 @@ def test_batched_choices():
         return own.keys(), own.values()
 
     agrees(appended, *torch.randn(2, 1, KV_HEADS, D, generator=generator(5)))
-
-
-def test_candidates_and_their_weights():
-    q, view, shape = problem()
-    lists = listed(shape)
-    idle, full = torch.tensor([False, True, False, False]), torch.tensor([False, False, True, False])
-    k = torch.tensor([7, 9, 11, 13])
-    for chosen in (
-        Candidates(shape, lists.offsets, lists.indices, k, 4, 6, None, idle, 4),
-        Candidates(shape, lists.offsets, lists.indices, k, 4, 6, full),
-    ):
-        agrees(lambda q, chosen: choose_candidates(q, view, chosen, scale=0.2), q, chosen)
-    lse = torch.randn(4, 1, generator=generator(6))
-    agrees(lambda q, lists, lse: read_weights(q, view, lists, lse, scale=0.2), q, lists, lse)
 
 
 def test_sums_over_rows():

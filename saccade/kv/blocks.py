@@ -126,8 +126,13 @@ class BlockManager(SlotMap):
 
     def advance(self) -> None:
         """A step begins."""
-        if self.tiers is not None:
-            self.tiers.settle_charges()
+        for one in self.tier_rows:
+            one.settle_charges()
+
+    @property
+    def tier_rows(self) -> Sequence[Tiers]:
+        """Its tiers, one for each KV head that has slots of its own; none where it has none."""
+        return () if self.tiers is None else self.tiers.each
 
     @property
     def roomy(self) -> bool:
@@ -182,14 +187,13 @@ class BlockManager(SlotMap):
             self._map[:, :, blocks] = np.stack(places, 1)
             self._taken += count
             self._publish(blocks)
-            if self.tiers is not None:
-                for row, own in enumerate(places):
-                    for layer, slots in enumerate(own):
-                        self.tiers.placed(layer, blocks, slots, row)
+            for one, own in zip(self.tier_rows, places):
+                for layer, slots in enumerate(own):
+                    one.placed(layer, blocks, slots)
         else:
             self.absent += wanted * self.rows
-        if self.tiers is not None:
-            self.tiers.born(blocks)
+        for one in self.tier_rows:
+            one.born(blocks)
         self._newest = max(self._newest, owner)
         for block in blocks:
             self._holders[block] = (owner,)
@@ -229,8 +233,8 @@ class BlockManager(SlotMap):
         if freed:
             self.catch_up()
             self.changes += 1
-            if self.tiers is not None:
-                self.tiers.forget(freed)
+            for one in self.tier_rows:
+                one.forget(freed)
             self.absent -= int((self._map[:, :, freed] < 0).sum())
             for layer in range(self.layers - 1, -1, -1):  # so that the next to allocate gets them in the same order
                 self._vacate(layer, range(self.rows), freed)
@@ -295,7 +299,7 @@ class BlockManager(SlotMap):
             self._taken[row, layer] += len(blocks)
         if self.tiers is not None:
             for row in rows:
-                self.tiers.placed(layer, blocks, self._map[layer, row, blocks], row)
+                self.tiers.each[row].placed(layer, blocks, self._map[layer, row, blocks])
         self._publish(blocks)
         self._changed()
         self.absent -= len(blocks) * len(rows)

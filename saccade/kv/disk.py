@@ -102,11 +102,6 @@ class DiskTier:
     def free_cells(self) -> int:
         return len(self._free) + self.cells + 1 - self._next
 
-    @property
-    def file_bytes(self) -> int:
-        """How large the file has grown."""
-        return PAGE + (self._next - 1) * self.cell_bytes
-
     def write(self, parts: Parts, slots: Sequence[int]) -> list[int]:
         """See Tier. A record that cannot be written is tried again elsewhere."""
         parts = _named(parts)

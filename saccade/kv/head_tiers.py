@@ -2,7 +2,7 @@
 
 Head g of a slot holds a part of head g, and head g of a cell keeps one: each head has as many slots and cells as there
 are, and who leaves is decided head by head. So a ``Tiers`` for each head does what it does for all of them together;
-here they are asked in turn.
+here is what asks them in turn and joins their answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeadTiers:
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if not isinstance(tier, HostTier) or tier.heads != pool.rows:
             raise SaccadeError("KV heads have slots of their own only over a host tier that keeps them apart, too")
-        self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
+        self.pool, self.tier, self.policy = pool, tier, policy
         self.heads = pool.rows
         self.each = [Tiers(pool, tier.of_head(head), policy, debug, head) for head in range(self.heads)]
         self._openings = Openings()
@@ -68,23 +68,8 @@ class HeadTiers:
         return min(one.room_in(layer) for one in self.each)
 
     @property
-    def share(self) -> int:
-        """See Tiers: of each KV head."""
-        return self.each[0].share
-
-    @property
     def counts(self) -> TierCounts:
         return self.tier.counts
-
-    def charge(self, change: int) -> None:
-        """See Tiers: slots of all heads together hold what is charged."""
-        for one in self.each:
-            one.charge(change)
-
-    def settle_charges(self) -> None:
-        """See Tiers."""
-        for one in self.each:
-            one.settle_charges()
 
     def loose(self, layer: int, blocks: Array) -> int:
         """See Tiers: the least of all heads."""
@@ -114,25 +99,6 @@ class HeadTiers:
         for row in np.nonzero(stale.any((0, 2)))[0].tolist():  # in most steps none
             self.each[row].opened(layers, blocks)
 
-    def sealed(self, layers: range, blocks: Array) -> None:
-        """See Tiers."""
-        for one in self.each:
-            one.sealed(layers, blocks)
-
-    def born(self, blocks: Sequence[int]) -> None:
-        """See Tiers."""
-        for one in self.each:
-            one.born(blocks)
-
-    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array, row: int = 0) -> None:
-        """See Tiers."""
-        self.each[row].placed(layer, blocks, slots)
-
-    def forget(self, blocks: Sequence[int]) -> None:
-        """See Tiers."""
-        for one in self.each:
-            one.forget(blocks)
-
     def lodge(self, blocks: Array) -> bool:
         """See Lodging: in every KV head, or for nobody."""
         for at, one in enumerate(self.each):
@@ -142,10 +108,6 @@ class HeadTiers:
                 return False
         return True
 
-    def damaged(self, blocks: Array) -> bool:
-        """See Tiers."""
-        return any(one.damaged(blocks) for one in self.each)
-
     def offer(self) -> Offers:
         """See Tiers."""
         if self._offers is None:
@@ -154,13 +116,8 @@ class HeadTiers:
 
     def numbers(self) -> dict[str, float]:
         """See Tiers: slots and cells count parts of one KV head."""
-        counts, cells = self.counts.as_dict(), self.tier.cells * self.heads
-        return {
-            **counts,
-            "slots": self.parts,
-            "cells": cells,
-            "free_cells": sum(one.tier.free_cells for one in self.each),
-        }
+        free, cells = sum(one.tier.free_cells for one in self.each), self.tier.cells * self.heads
+        return {**self.counts.as_dict(), "slots": self.parts, "cells": cells, "free_cells": free}
 
     def close(self) -> None:
         """See Tiers."""

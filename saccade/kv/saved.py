@@ -74,14 +74,6 @@ def load_kv(pool: BlockManager, saved: SavedKV) -> SequenceKV:
     return own
 
 
-def move_kv(kv: SequenceKV, pool: BlockManager) -> SequenceKV:
-    """The sequence in another pool, on its device; ``kv`` is freed. Errors as for :func:`load_kv`, ``kv`` then being as
-    before."""
-    other = load_kv(pool, save_kv(kv))
-    kv.free()
-    return other
-
-
 def copy_rows(kv: SequenceKV, start: int, stop: int) -> dict[str, Tensor]:
     """Tokens ``start .. stop - 1`` as copies on the host: ``k`` and ``v`` [layers, kv_heads, stop - start, head_dim],
     and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers, blocks, parts,

@@ -77,8 +77,7 @@ class SequenceKV:
     @property
     def damaged(self) -> bool:
         """Whether a tier has lost a part of it: it must be computed again."""
-        tiers = self.pool.tiers
-        return tiers is not None and tiers.damaged(self._table.numbers)
+        return any(one.damaged(self._table.numbers) for one in self.pool.tier_rows)
 
     def logical_slots(self, start: int, stop: int) -> list[int]:
         """Where the rows of tokens ``start .. stop - 1`` go in every layer: logical block * block_size + offset each.
@@ -287,8 +286,8 @@ class SequenceKV:
     def _sealed(self, layers: range, start: int, stop: int) -> None:
         """Rows ``start .. stop - 1`` were stored: tell the tier of blocks that they filled."""
         first, last = start // self._size, stop // self._size
-        if last > first and self.pool.tiers is not None:
-            self.pool.tiers.sealed(layers, self._table.numbers[first:last])
+        for one in self.pool.tier_rows if last > first else ():
+            one.sealed(layers, self._table.numbers[first:last])
 
     def _make_writable(self, layer: int, count: int) -> None:
         """Check that ``count`` more rows of a layer have room, and copy a shared block that they begin in."""
@@ -304,7 +303,8 @@ class SequenceKV:
         """Have summaries counted where memory is bounded."""
         if self.pool.tiers is not None:
             now = self.known.nbytes
-            self.pool.tiers.charge(now - self._charged)
+            for one in self.pool.tiers.each:
+                one.charge(now - self._charged)
             self._charged = now
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:

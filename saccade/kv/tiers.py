@@ -188,8 +188,8 @@ class Tiers(Lodging):
         if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + kept:
             self._write(which[fresh], own[fresh], which[:0], own[:0])
 
-    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array, row: int = 0) -> None:
-        """``blocks`` have these slots from now on, those of KV head ``row`` if they lie apart."""
+    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array) -> None:
+        """``blocks`` have these slots from now on."""
         self._turn.place(slots, self.numbers_of(layer, np.asarray(blocks, dtype=np.int64)))
         if self.offers is not None:
             self.offers.withdraw(slots)

@@ -100,7 +100,7 @@ class DoubleSparsity(Method):
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
         room = Room.of(self.k, self.sinks + self.local)
-        reading = SparseKeys(units, room, self, self._count(spec.head_dim), self.bits, self.quantize_query)
+        reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self.quantize_query, method=self)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 
     def whole_upto(self, opening: Opening) -> int:

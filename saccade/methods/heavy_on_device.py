@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeavyKeys(OwnReading):
+class HeavyKeys(OwnReading[None]):
     """The keys that each of ``units`` has left, and the row's own."""
 
     units: int

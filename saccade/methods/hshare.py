@@ -8,7 +8,7 @@ since it was made, as the published masks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -61,7 +61,7 @@ class Shared(MethodState):
 
 
 @dataclass(frozen=True)
-class SharedSets(OwnReading):
+class SharedSets(OwnReading["HShare"]):
     """What ``HShare`` reads, at most ``room`` keys for each of ``units``; labels are ``channels`` channels in ``bits``
     each."""
 
@@ -69,19 +69,12 @@ class SharedSets(OwnReading):
     room: int
     channels: int
     bits: int
-    method: HShare | None = None
-
-    @property
-    def form(self) -> SharedSets:
-        return replace(self, method=None)
 
     def why_not(self, spec: PlanSpec) -> str | None:
-        assert self.method is not None
         return "no kernel of recorded steps retrieves by exact scores" if self.method.source == "exact" else None
 
     def cost(self, length: int, step: int = 0) -> Known:
         method = self.method
-        assert method is not None
         if length <= method.sinks + method.heavy + method.local:
             return Known("dense", 0, 0)
         return Known("tokens", 0, 0, searchable=True, chooses=length % method.every == 0)
@@ -222,7 +215,7 @@ class HShare(Method):
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
         room = bucket(self.sinks + self.heavy + self.local + self.every)
-        return DevicePlan.alike(self, spec, SharedSets(units, room, self._count(spec.head_dim), self.bits, self))
+        return DevicePlan.alike(self, spec, SharedSets(units, room, self._count(spec.head_dim), self.bits, method=self))
 
     def whole_upto(self, opening: Opening) -> int:
         return self.sinks + self.heavy + self.local

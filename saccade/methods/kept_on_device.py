@@ -17,7 +17,7 @@ AHEAD = 1024  # keys that room is made for at a time
 
 
 @dataclass(frozen=True)
-class KeptKeys(OwnReading):
+class KeptKeys(OwnReading[None]):
     """The keys that each of ``units`` keeps, and all that came since."""
 
     units: int

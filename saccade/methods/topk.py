@@ -94,7 +94,7 @@ class TopK(Method):
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
         room = Room.of(self.k, self.sinks + self.local)
-        return DevicePlan.alike(self, spec, BestKeys(units, room, self))
+        return DevicePlan.alike(self, spec, BestKeys(units, room, method=self))
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLabels(opening, [None] * len(opening.states), self)

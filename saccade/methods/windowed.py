@@ -12,7 +12,7 @@ from saccade.selection.readings import OwnReading, Reading
 
 
 @dataclass(frozen=True)
-class SeenKeys(OwnReading):
+class SeenKeys(OwnReading[None]):
     """The first ``sinks`` and the last ``window`` keys, or with ``window=None`` all, as far as ``cone`` shows them."""
 
     windows = True

@@ -4,7 +4,7 @@ beside it where that optional extra is installed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from saccade.ops import cpu, cpu_blocks, cpu_decode, cpu_sampled, fa4, reference, triton
 from saccade.ops.call import Backend, Call, Result
@@ -34,45 +34,32 @@ class Reference:
 
 
 def _attend(call: Call) -> Result:
-    out, lse = cpu.attend(call.q, call.kv, call.selection, scale=call.scale, softcap=call.softcap, threads=call.threads)
+    out, lse = cpu.attend(call.q, call.kv, call.selection, **_options(call))
     return Result(out, lse, call.selection, _cpu_name())
 
 
 def _attend_lists(call: Call) -> Result:
+    lists: Any = call.selection
     out, lse, used, weights = cpu_decode.attend(
-        call.q,
-        call.kv,
-        call.selection,  # type: ignore[arg-type]
-        scale=call.scale,
-        softcap=call.softcap,
-        threads=call.threads,
-        want_weights=call.want_weights,
+        call.q, call.kv, lists, want_weights=call.want_weights, **_options(call)
     )
     return Result(out, lse, used, _cpu_name(), weights)
 
 
 def _attend_ranking(call: Call) -> Result:
-    out, lse, used, coverage = cpu_blocks.attend_ranking(
-        call.q,
-        call.kv,
-        call.selection,  # type: ignore[arg-type]
-        scale=call.scale,
-        softcap=call.softcap,
-        threads=call.threads,
-    )
+    ranking: Any = call.selection
+    out, lse, used, coverage = cpu_blocks.attend_ranking(call.q, call.kv, ranking, **_options(call))
     return Result(out, lse, used, _cpu_name(), coverage=coverage)
 
 
 def _attend_sampled(call: Call) -> Result:
-    out, lse = cpu_sampled.attend(
-        call.q,
-        call.kv,
-        call.selection,  # type: ignore[arg-type]
-        scale=call.scale,
-        softcap=call.softcap,
-        threads=call.threads,
-    )
+    sampled: Any = call.selection
+    out, lse = cpu_sampled.attend(call.q, call.kv, sampled, **_options(call))
     return Result(out, lse, call.selection, _cpu_name())
+
+
+def _options(call: Call) -> dict[str, Any]:
+    return {"scale": call.scale, "softcap": call.softcap, "threads": call.threads}
 
 
 def _cpu_name() -> str:
@@ -117,25 +104,10 @@ class Triton:
         if isinstance(selection, Ranking):
             out, lse, blocks, coverage = dispatch.attend_ranking(q, kv, selection.whole(), scale=scale, softcap=softcap)
             return Result(out, lse, blocks, self.name, coverage=coverage)
-        if isinstance(selection, Candidates):
-            return self._attend_candidates(call, selection.to(q.device))
+        if isinstance(selection, Candidates):  # which torch chooses
+            selection = choose(q, kv, selection.to(q.device), scale=scale, softcap=softcap)
         out, lse = dispatch.attend(q, kv, selection, scale=scale, softcap=softcap)
         return Result(out, lse, selection, self.name)
-
-    def _attend_candidates(self, call: Call, selection: Candidates) -> Result:
-        """Choose, then attend to what was chosen. torch chooses where keys are too wide for the kernels that score."""
-        from saccade.ops.triton import candidates, dispatch, weights
-
-        q, kv, scale, softcap, scored = call.q, call.kv, call.scale, call.softcap, None
-        kernels = triton.serves_candidates(q, kv, selection) is None
-        if kernels:
-            chosen = candidates.choose(q, kv, selection, scale=scale, softcap=softcap, room=selection.most)
-        else:
-            chosen = choose(q, kv, selection, scale=scale, softcap=softcap)
-        out, lse = dispatch.attend(q, kv, chosen, scale=scale, softcap=softcap)
-        if kernels and call.want_weights:
-            scored = weights.read_weights(q, kv, chosen, lse, scale=scale, softcap=softcap)
-        return Result(out, lse, chosen, self.name, scored)
 
 
 class FlashAttention4:

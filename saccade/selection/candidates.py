@@ -28,9 +28,7 @@ class Candidates(Selection):
     ``rest`` stands for keys that a head does not read: (``lse`` float32 [heads], ``value`` float32 [heads, head_dim]),
     an estimate of their part of the attention, merged into the result by log-sum-exp; -inf where there is none.
 
-    As a selection it stands for everything it may read; the op says what it read as Tokens. ``most`` bounds what one
-    list of those holds, for a host that does not know ``k`` of a device; entries of ``indices`` behind the last offset
-    mean nothing.
+    As a selection it stands for everything it may read; the op says what it read as Tokens.
     """
 
     shape: Shape
@@ -44,7 +42,6 @@ class Candidates(Selection):
     idle_keys: int = 0
     rest: tuple[Tensor, Tensor] | None = None
     hidden: tuple[int, int] = (0, 0)
-    most: int | None = None
 
     @classmethod
     def all_keys(cls, shape: Shape, units: int, k: int, sinks: int = 0, local: int = 0) -> Candidates:
@@ -95,13 +92,12 @@ class Candidates(Selection):
     def check(self) -> None:
         if self.shape.q_len != 1:
             raise SaccadeError(f"candidates serve one query row, got q_len={self.shape.q_len}")
-        indices = self.indices[: int(self.offsets[-1])]
-        check_csr(self.offsets, indices, self.shape.heads, 1)
+        check_csr(self.offsets, self.indices, self.shape.heads, 1)
         if self.offsets.numel() != self.k.numel() + 1:
             raise SaccadeError(f"{self.k.numel()} budgets do not fit {self.offsets.numel() - 1} lists of candidates")
         first, last = self.forced
-        check_below(self.offsets, indices, self.offsets.new_full((self.units,), last), "candidate")
-        if indices.numel() and int(indices.min()) < first:
+        check_below(self.offsets, self.indices, self.offsets.new_full((self.units,), last), "candidate")
+        if self.indices.numel() and int(self.indices.min()) < first:
             raise SaccadeError(f"the first {first} keys are forced and must not be candidates")
 
 

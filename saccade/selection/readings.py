@@ -14,8 +14,8 @@ it: ``ENDS`` and ``CHOICE`` read what its ``ends`` or its ``choice`` says, on a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from saccade.selection.blocks import Blocks
 from saccade.selection.forms import LABELS, MOST, Known, Numbers, PlanSpec, Rule, Summarized, bucket
 
 ENDS, CHOICE, OWN = "ends", "choice", "own"  # names of kernels
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,18 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class OwnReading(Reading):
+class OwnReading(Reading, Generic[M]):
     """Base of readings whose kernels their method brings. Its numbers are the words of the rows' device states
-    (methods/device_state.py). What it reads is counted on the device."""
+    (methods/device_state.py). What it reads is counted on the device. ``method``, whose options decide what a row
+    costs, is no part of its form; None where nothing depends on them."""
 
     listed = False
+
+    method: M = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    @property
+    def form(self) -> Reading:
+        return replace(self, method=None)  # type: ignore[arg-type]
 
     def cost(self, length: int, step: int = 0) -> Known:
         return Known("tokens", 0, 0)

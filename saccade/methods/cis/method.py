@@ -156,10 +156,7 @@ class CIS(Method):
         query.cost.searches = searches * shape.heads // units
         state.fresh = searching if searches else None
         k_of = torch.where(searching, k, n)
-        gap = n - 1 - anchors.first if anchors.count else 0
-        moved = anchors.most * (2 * min(moves[0], n) + 1)
-        most = min(n, max(k, anchors.capacity + moved + gap) + self.sinks + self.local)
-        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
+        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh)
 
     def _asked(self, query: Query, units: int) -> Tensor:
         """What is compared: a unit's rows, one after the other, [heads or units, channels]."""

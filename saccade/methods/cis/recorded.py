@@ -60,14 +60,13 @@ def reference_alone(method: CIS) -> str | None:
 
 
 @dataclass(frozen=True)
-class SharedKeys(OwnReading):
+class SharedKeys(OwnReading["CIS"]):
     """What ``CIS`` reads, at most ``room`` keys for each query head; 0: any number. ``counted``: whoever runs it counts
     the anchors that queries were held against; else every step of a block has one."""
 
     windows = True
 
     room: int
-    method: CIS | None = None
     counted: bool = False
 
     @classmethod
@@ -78,18 +77,13 @@ class SharedKeys(OwnReading):
             capacity, most = method.room(2**30)
             moved = most * (2 * reach + 1)
             room = bucket(max(int(method.k), capacity + moved + method.s) + method.sinks + method.local)
-        return cls(room if room < 2**16 else 0, method)
-
-    @property
-    def form(self) -> SharedKeys:
-        return replace(self, method=None)
+        return cls(room if room < 2**16 else 0, method=method)
 
     @property
     def on_host(self) -> SharedKeys:
         return replace(self, counted=True)
 
     def why_not(self, spec: PlanSpec) -> str | None:
-        assert self.method is not None
         if (reason := reference_alone(self.method)) is not None:
             return reason
         if self.method.s > MOST_STEPS:
@@ -98,7 +92,6 @@ class SharedKeys(OwnReading):
 
     def cost(self, length: int, step: int = 0) -> Known:
         method = self.method
-        assert method is not None
         if length <= method.sinks + method.budget(length) + method.local:
             return Known("dense", 0, 0)
         if self.counted:

@@ -24,7 +24,7 @@ from saccade.methods.cis.triton_row_words import R, W
 from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
 from saccade.methods.cis.triton_taking import take_best
 from saccade.ops.triton.batched_rows import LayerRows, hidden_at
-from saccade.ops.triton.best_parts import BOUNDS
+from saccade.ops.triton.best_parts import BOUNDS, put_bounds
 from saccade.ops.triton.common import (
     LOG2E,
     arrivals,
@@ -256,11 +256,7 @@ def _choose(
         tl.store(searching + row * HEADS + head, asked.to(tl.int8), mask=mine)
         tl.store(scored + row * KV_HEADS + kv_head, some.to(tl.float64) * length / HEADS)
         tl.store(searches + row * KV_HEADS + kv_head, some.to(tl.float64))
-        tl.store(bounds + row * 5, first)  # by all alike
-        tl.store(bounds + row * 5 + 1, last)
-        tl.store(bounds + row * 5 + 2, low)
-        tl.store(bounds + row * 5 + 3, high)
-        tl.store(bounds + row * 5 + 4, take)
+        put_bounds(bounds, row, first, last, low, high, take)  # by all alike
         if length > 0:
             has = tl.load(own + W.has).to(tl.pointer_type(tl.int8))
             positions = tl.load(own + W.positions).to(tl.pointer_type(tl.int64))

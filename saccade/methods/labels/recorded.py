@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,22 +33,16 @@ class Budgeted(Protocol):
 
 
 @dataclass(frozen=True)
-class BestKeys(OwnReading):
+class BestKeys(OwnReading[Budgeted]):
     """What ``method`` reads, as many keys as ``room`` says for each of ``units``: those of the highest logits, or with
     ``channels`` of the best score of labels, so many channels in ``bits`` bits each."""
 
     units: int
     room: Room
-    method: Budgeted | None
     channels: int = 0
     bits: int = 0
 
-    @property
-    def form(self) -> BestKeys:
-        return replace(self, method=None)
-
     def cost(self, length: int, step: int = 0) -> Known:
-        assert self.method is not None
         if self.method.budget(length) >= length:
             return Known("dense", 0, 0)
         return Known("tokens", 0, length, 0) if self.channels else Known("tokens", 0, 0, length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,38 +64,31 @@ class Marks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ForeseenKeys(OwnReading):
+class ForeseenKeys(OwnReading["LFPS"]):
     """What ``LFPS`` reads, as many keys as ``room`` says for each of ``units``. ``size``: of the blocks whose
     means name candidates, 0 where none do."""
 
     units: int
     room: Room
     size: int
-    method: LFPS | None = None
 
     @classmethod
     def of(cls, method: LFPS, spec: PlanSpec) -> ForeseenKeys:
         units = spec.heads if method.unit == "q_head" else spec.kv_heads
         room = Room.of(method.k, method.sinks + method.local + (method.least if method.k < 1 else 0))
-        return cls(units, room, method.block_size if method.blocks else 0, method)
-
-    @property
-    def form(self) -> ForeseenKeys:
-        return replace(self, method=None)
+        return cls(units, room, method.block_size if method.blocks else 0, method=method)
 
     @property
     def blocks(self) -> Summarized | None:
         return Summarized(self.size, "stored_mean") if self.size else None
 
     def why_not(self, spec: PlanSpec) -> str | None:
-        assert self.method is not None
         if self.method.probes > MOST_PROBES:
             return f"the kernels take up to {MOST_PROBES} probes, not {self.method.probes}"
         return self.method.reference_alone
 
     def cost(self, length: int, step: int = 0) -> Known:
         method = self.method
-        assert method is not None
         first = min(method.sinks, length)
         keys = length - first
         if keys <= method.budget(keys):

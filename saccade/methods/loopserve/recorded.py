@@ -33,33 +33,26 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChosenLines(OwnReading):
+class ChosenLines(OwnReading["LoopServe"]):
     """What ``LoopServe`` reads in decode, at most ``room`` keys for each KV head once it has chosen, by the queries of
     the last ``every`` steps."""
 
     every: int
     room: int
-    method: LoopServe | None = None
 
     @classmethod
     def of(cls, method: LoopServe) -> ChosenLines:
-        return cls(method.n_d, bucket(method.budget + method.n_d + 1), method)
-
-    @property
-    def form(self) -> ChosenLines:
-        return replace(self, method=None)
+        return cls(method.n_d, bucket(method.budget + method.n_d + 1), method=method)
 
     def why_not(self, spec: PlanSpec) -> str | None:
         """Choices as the paper prints them are the reference's alone."""
         method = self.method
-        assert method is not None
         given = [f"{name}=true" for name in ("at_start", "force") if getattr(method, name)]
         given += ["slashes=false"] * (not method.slashes) + ["unit=q_head"] * (method.unit == "q_head")
         return f"recorded steps choose without {', '.join(given)}" if given else None
 
     def cost(self, length: int, step: int = 0) -> Known:
         method = self.method
-        assert method is not None
         since = (step - method.first) % method.n_d  # of the last step that may have chosen
         last = step - since
         chose = last >= method.first and length - since > method.budget

@@ -11,7 +11,7 @@ from saccade.methods.loopserve.triton_recorded import Due, W, observed_of
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
+from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at, put_bounds
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.readers import load_keys
@@ -208,11 +208,7 @@ def _line_bounds(lengths, words, now, bounds, word_row, EARLY: tl.constexpr):
         own = words + row.to(tl.int64) * word_row
         take = tl.load(own + W.budget).to(tl.int32)
         count = 2 * length - 1
-    tl.store(bounds + row * 5, 0)
-    tl.store(bounds + row * 5 + 1, count)
-    tl.store(bounds + row * 5 + 2, 0)
-    tl.store(bounds + row * 5 + 3, 0)
-    tl.store(bounds + row * 5 + 4, take)
+    put_bounds(bounds, row, 0, count, 0, 0, take)
 
 
 @triton.jit(

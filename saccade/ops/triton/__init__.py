@@ -12,7 +12,7 @@ from saccade.kv.rows import RowMover
 from saccade.kv.view import KVView
 from saccade.ops import cpu
 from saccade.ops.fp8 import why_no_products
-from saccade.selection import Blocks, Candidates, Corrected, Selection
+from saccade.selection import Blocks, Corrected, Selection
 
 MOST_ROWS = 128  # that are summed over at once
 MOST_KEY_BLOCKS = 1 << 14  # that one program chooses among
@@ -87,8 +87,3 @@ def serves_means(q: Tensor, kv: KVView, used: Blocks, corrected: Corrected) -> s
     if q.shape[1] > 1 or used.block_size != corrected.block_size or corrected.gone is not None:
         return "it adds means to one row's blocks alone, of which nothing was evicted"
     return cpu.uneven(used.units, kv.kv_heads) or serves(q, kv)
-
-
-def serves_candidates(q: Tensor, kv: KVView, selection: Candidates) -> str | None:
-    """Why ``candidates.choose`` and ``weights.read_weights`` cannot run this call; None where they can."""
-    return cpu.uneven(selection.units, kv.kv_heads) or serves_scores(q, kv)
