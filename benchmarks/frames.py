@@ -2,11 +2,11 @@
 
     python benchmarks/frames.py [--tokens 88,2000] [--policies "dense;lfps"] [--chains]
 
-A kernel is a function of ``saccade._kernels`` or a torch operation that reads or writes numbers (views, and tensors made
-without any, are none). Frames are those of files of this package, ``Engine.step`` the first. Each policy of the registry
-and each preset serves one request of a tiny random Llama of four layers twice; the deepest kernel counts, over all
-prefill steps of the second and over its decode steps without the first two and the last (what a request does once is
-no step's work). Counts, so they are the same on any machine.
+A kernel is a function of ``saccade._kernels`` or a torch operation that reads or writes numbers (views, and tensors
+made without any, are none). Frames are those of files of this package, ``Engine.step`` the first. Each policy of the
+registry and each preset serves one request of a tiny random Llama of four layers twice; the deepest kernel counts, over
+all prefill steps of the second and over its decode steps without the first two and the last (what a request does once
+is no step's work). Counts, so they are the same on any machine.
 """
 
 from __future__ import annotations
