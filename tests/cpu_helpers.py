@@ -5,7 +5,7 @@ import math
 import torch
 
 from saccade.kv.view import KVView
-from saccade.ops import cpu, reference
+from saccade.ops import Call, cpu, reference
 from saccade.selection import Blocks
 
 
@@ -35,10 +35,15 @@ def random_blocks(shape, block_size, units, density=0.5, seed=0):
     )
 
 
+def attend_cpu(q, view, selection, *, scale, softcap=None, threads=None):
+    """The C++ kernels' (out, lse), whatever :func:`saccade.ops.run` would choose."""
+    return cpu.attend(Call(q, view, selection, scale, softcap, threads))[:2]
+
+
 def compare(q, view, selection, scale=None, softcap=None, **options):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     assert cpu.serves(q, view, selection) is None
-    out, lse = cpu.attend(q, view, selection, scale=scale, softcap=softcap, **options)
+    out, lse = attend_cpu(q, view, selection, scale=scale, softcap=softcap, **options)
     expected, expected_lse = reference.attend(q.double(), view, selection, scale=scale, softcap=softcap)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cpu_helpers import attend_cpu
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
@@ -83,10 +84,10 @@ def test_scratch_of_an_earlier_call_does_not_leak(isa):
     """Kernel scratch is kept between calls: rows left there by a poisoned call must not meet a weight of zero."""
     cpu.set_isa(isa)
     q, poisoned, dense = small_call(128, torch.full((1, 128, 32), torch.nan).bfloat16())
-    assert cpu.attend(q, poisoned, dense, scale=0.2, threads=1)[0].isnan().any()
+    assert attend_cpu(q, poisoned, dense, scale=0.2, threads=1)[0].isnan().any()
     for n in range(125, 128):
         q, view, dense = small_call(n)
-        out, _ = cpu.attend(q, view, dense, scale=0.2, threads=1)
+        out, _ = attend_cpu(q, view, dense, scale=0.2, threads=1)
         expected, _ = reference.attend(q.double(), view, dense, scale=0.2)
         assert float((out.double() - expected).abs().max()) < 2e-2
 
@@ -97,11 +98,11 @@ def test_a_forked_child_has_threads_of_its_own():
     code = """
 import os, torch
 from saccade.kv.view import KVView
-from saccade.ops import cpu
+from saccade.ops import attend
 from saccade.selection import Dense, Shape
 torch.set_num_threads(1)
 q, kv = torch.randn(4, 600, 32), KVView.from_tensors(torch.randn(4, 600, 32), torch.randn(4, 600, 32))
-call = lambda: cpu.attend(q, kv, Dense(Shape.suffix(4, 4, 600, 600)), scale=0.2, threads=3)[0]
+call = lambda: attend(q, kv, Dense(Shape.suffix(4, 4, 600, 600)), scale=0.2, backend="cpu", threads=3)[0]
 before = call()
 child = os.fork()
 if child == 0:
@@ -118,7 +119,7 @@ def test_calls_from_many_python_threads_agree():
     from concurrent.futures import ThreadPoolExecutor
 
     q, view, dense = small_call(300)
-    expected = cpu.attend(q, view, dense, scale=0.2, threads=1)[0]
+    expected = attend_cpu(q, view, dense, scale=0.2, threads=1)[0]
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: cpu.attend(q, view, dense, scale=0.2, threads=2)[0], range(40)))
+        results = list(pool.map(lambda _: attend_cpu(q, view, dense, scale=0.2, threads=2)[0], range(40)))
     assert all(torch.equal(out, expected) for out in results)

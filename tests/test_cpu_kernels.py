@@ -3,7 +3,7 @@
 import pytest
 import torch
 from covering import covered
-from cpu_helpers import compare, problem, random_blocks
+from cpu_helpers import attend_cpu, compare, problem, random_blocks
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu, reference
@@ -114,7 +114,7 @@ def test_huge_logits_stay_finite(isa, dtype, q_len):
     shape = Shape.suffix(4, 2, q_len, 300)
     q, view = problem(shape, 64, dtype)
     for selection in (Dense(shape), random_blocks(shape, 64, 2, 0.7), Band(shape, 10, 4)):
-        out, lse = cpu.attend(q, view, selection, scale=1e3)
+        out, lse = attend_cpu(q, view, selection, scale=1e3)
         expected, expected_lse = reference.attend(q.double(), view, selection, scale=1e3)
         assert not out.isnan().any()
         assert torch.equal(lse.isinf(), expected_lse.isinf())
@@ -145,7 +145,7 @@ def test_keys_that_all_heads_share_are_read_slot_by_slot(isa, dtype, k_len):
     shared = (Dense(shape), Band(shape, k_len - 3000, 77), random_blocks(shape, 32, 1, 0.95))
     for selection in shared if k_len < 10_000 else shared[:1]:
         compare(q, view, selection)
-        one, many = (cpu.attend(q, view, selection, scale=0.25, threads=threads) for threads in (1, 3))
+        one, many = (attend_cpu(q, view, selection, scale=0.25, threads=threads) for threads in (1, 3))
         assert torch.equal(one[0], many[0])
         assert torch.equal(one[1], many[1])
 
@@ -156,9 +156,9 @@ def test_threads_do_not_change_a_bit(dtype, q_len):
     shape = Shape.suffix(8, 2, q_len, 2500)
     q, view = problem(shape, 64, dtype)
     for selection in (Dense(shape), random_blocks(shape, 128, 8)):
-        one = cpu.attend(q, view, selection, scale=0.1, threads=1)
+        one = attend_cpu(q, view, selection, scale=0.1, threads=1)
         for threads in (2, 5):
-            many = cpu.attend(q, view, selection, scale=0.1, threads=threads)
+            many = attend_cpu(q, view, selection, scale=0.1, threads=threads)
             assert torch.equal(one[0], many[0])
             assert torch.equal(one[1], many[1])
 
@@ -168,9 +168,9 @@ def test_strided_queries(q_len):
     shape = Shape.suffix(4, 2, q_len, 90)
     q, view = problem(shape, 32, torch.float32)
     packed = q.transpose(0, 1).contiguous()  # [Tq, H, d], as projections leave it
-    expected = cpu.attend(q, view, Dense(shape), scale=0.2)
+    expected = attend_cpu(q, view, Dense(shape), scale=0.2)
     for view_of_q in (packed.transpose(0, 1), torch.stack([q, q], -1)[..., 0]):
-        out, lse = cpu.attend(view_of_q, view, Dense(shape), scale=0.2)
+        out, lse = attend_cpu(view_of_q, view, Dense(shape), scale=0.2)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])
 
@@ -193,4 +193,4 @@ def test_too_short_a_view_is_an_error():
     shape = Shape.suffix(4, 2, 8, 90)
     q, view = problem(shape, 32, torch.float32)
     with pytest.raises(SaccadeError, match="90 keys"):
-        cpu.attend(q, view.upto(80), Dense(shape), scale=1.0)
+        attend_cpu(q, view.upto(80), Dense(shape), scale=1.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from covering import covered
-from cpu_helpers import compare, problem, random_blocks
+from cpu_helpers import attend_cpu, compare, problem, random_blocks
 
 from saccade.ops import cpu
 from saccade.selection import Dense, Lines, Mixed, Shape, Tri
@@ -85,7 +85,7 @@ def test_a_cell_on_two_lines_counts_once(isa):
     q, view = problem(shape, 64, torch.float32)
     everything = [torch.arange(200)] * 4
     out, lse = compare(q, view, Lines.from_lists(shape, everything, everything))
-    expected, expected_lse = cpu.attend(q, view, Dense(shape), scale=1 / 8)
+    expected, expected_lse = attend_cpu(q, view, Dense(shape), scale=1 / 8)
     assert float((out - expected).abs().max()) < 1e-5
     assert float((lse - expected_lse).abs().max()) < 1e-5
 
@@ -133,8 +133,8 @@ def test_threads_do_not_change_a_bit_of_lines():
             (lines(shape, "stretches", 40, 4), random_blocks(shape, 64, 4)),
             torch.tensor([0, 1, 0, 0]),
         )
-        one = cpu.attend(q, view, selection, scale=0.1, threads=1)
+        one = attend_cpu(q, view, selection, scale=0.1, threads=1)
         for threads in (2, 5):
-            many = cpu.attend(q, view, selection, scale=0.1, threads=threads)
+            many = attend_cpu(q, view, selection, scale=0.1, threads=threads)
             assert torch.equal(one[0], many[0])
             assert torch.equal(one[1], many[1])

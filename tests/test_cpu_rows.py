@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_helpers import attend_cpu
 from engine_helpers import tokens
 from helpers import UNTIMED, generator
 from kv_helpers import poisoned_pool
@@ -79,7 +80,7 @@ def test_rows_get_to_the_last_bit_what_calls_of_their_own_give(isa, dtype, kind)
             threads=threads,
         )
         for row, (view, selection) in enumerate(zip(views, chosen)):
-            alone, _ = cpu.attend(q[:, row : row + 1], view, selection, scale=0.2, softcap=9.0, threads=1)
+            alone, _ = attend_cpu(q[:, row : row + 1], view, selection, scale=0.2, softcap=9.0, threads=1)
             assert torch.equal(out[row], alone[:, 0])
 
 

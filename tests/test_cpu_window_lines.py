@@ -3,7 +3,7 @@
 import pytest
 import torch
 from covering import covered
-from cpu_helpers import compare, problem, random_blocks
+from cpu_helpers import attend_cpu, compare, problem, random_blocks
 from engine_helpers import GREEDY, make, tokens
 from tiny_models import make_checkpoint, random_ids
 
@@ -136,8 +136,8 @@ def test_threads_do_not_change_a_bit_inside_a_window():
     for cone in CONES[::2]:
         q, view = problem(shape, 64, torch.float32)
         selection = Windowed(lines(shape, 4), cone)
-        one = cpu.attend(q, view, selection, scale=0.1, threads=1)
-        many = cpu.attend(q, view, selection, scale=0.1, threads=5)
+        one = attend_cpu(q, view, selection, scale=0.1, threads=1)
+        many = attend_cpu(q, view, selection, scale=0.1, threads=5)
         assert torch.equal(one[0], many[0])
         assert torch.equal(one[1], many[1])
 

@@ -256,16 +256,16 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
     broken, other = start(llm, prompts[2], params), start(llm, prompts[0])
     runner = llm.model.runner
-    run, place = runner.run, len(prompts[2]) + 1  # of the row whose token is the third
+    steps, place = runner.steps, len(prompts[2]) + 1  # of the row whose token is the third
 
     def poisoned(token_ids, positions, ctx, **options):
-        logits = run(token_ids, positions, ctx, **options)
+        logits = yield from steps(token_ids, positions, ctx, **options)
         rows = (positions[options["logit_rows"]] == place).nonzero()[:, 0]
         if len(broken.output_ids) == 2:
             logits[rows, 7] = value
         return logits
 
-    monkeypatch.setattr(runner, "run", poisoned)
+    monkeypatch.setattr(runner, "steps", poisoned)
     finish(llm.engine)
     assert broken.finish_reason == "error"
     assert "the model's logits are not finite" in broken.error

@@ -44,14 +44,14 @@ class Plant:
 
 
 def in_runner(patch, llm: LLM, plant: Plant) -> None:
-    real = llm.model.runner.run
+    real = llm.model.runner.steps
 
-    def run(input_ids, positions, *rest, **options):
-        out = real(input_ids, positions, *rest, **options)
+    def steps(input_ids, positions, *rest, **options):
+        out = yield from real(input_ids, positions, *rest, **options)
         plant(int(positions.max()) >= LAST)
         return out
 
-    patch.setattr(llm.model.runner, "run", run)
+    patch.setattr(llm.model.runner, "steps", steps)
 
 
 def in_joined_rows(patch, llm: LLM, plant: Plant) -> None:

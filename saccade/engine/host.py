@@ -18,7 +18,7 @@ from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.step import RequestResult, SkipCount, StepInput, StepResult, results_of
+from saccade.engine.step import SkipCount, StepInput, StepResult, results_of
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, Runner, WholeRows
 from saccade.ops import cpu_rows
 
@@ -61,42 +61,37 @@ class HostBackend:
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
         try:
-            attention = self.attention(step, memories, result.requests)
+            attention = self._attention(step, memories, result)
         except BaseException:
             self.done()  # no pass will do so
             raise
         return HostPass(self.runner, step, result, attention, self.setting.watch.logits, self.done)
 
-    def attention(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
-    ) -> HostAttention:
+    def _attention(self, step: StepInput, memories: Mapping[int, SequenceMemory], result: StepResult) -> HostAttention:
         """The attention of all rows of ``step``."""
         rows = [
-            RequestRows(one, memories[one.sequence_id], results_of(results, one), first)
+            RequestRows(one, memories[one.sequence_id], results_of(result.requests, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)
         ]
         setting = self.setting
         self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
         hosted = self._hosting.gather(rows, frozen is None)
+        attention = HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
-        apart = None
         if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
-            apart = "its backend, or a GPU, has no call for rows of many requests"
+            attention.why_apart = "its backend, or a GPU, has no call for rows of many requests"
         elif frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
-            apart = "rows before it are frozen in some layers"  # it moves up where they are left out
-        if apart is not None:
-            return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting, why_apart=apart)
-        held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
-        together = set(map(id, held))
-        left = [one for one in joined if id(one) not in together]
-        found = resolved(setting, self.fixed, left, self._own_products) if left else {}
-        if not held:
-            return HostAttention(setting, rows, frozen, resolved=found, hosted=hosted, hosting=self._hosting)
-        own = JoinedRows(setting, self.fixed, held, self._own_products)
-        return HostAttention(setting, rows, frozen, together, own, found, hosted, self._hosting)
+            attention.why_apart = "rows before it are frozen in some layers"  # it moves up where they are left out
+        else:
+            held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
+            attention.together = set(map(id, held))
+            left = [one for one in joined if id(one) not in attention.together]
+            attention.resolved = resolved(setting, self.fixed, left, self._own_products) if left else {}
+            attention.joined = JoinedRows(setting, self.fixed, held, self._own_products) if held else None
+        return attention
 
 
 @dataclass
@@ -158,7 +153,8 @@ class HostAttention:
         served = self.joined is not None or self.hosted or self.resolved
         alone = len(self.rows) == 1 and not served and not batches(self.rows[0], q)
         if alone and self._skipped(self.rows[0], layer) is None:
-            return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
+            attended = self._attend(self.rows[0], layer, q, k, v, spec, None)  # nothing to put together
+            return torch.zeros_like(q) if attended is None else attended
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         hosted = [(part, self._places(layer, part.requests)) for part in self.hosted]
         for part, places in hosted:
@@ -180,22 +176,21 @@ class HostAttention:
             ):
                 continue
             own = self.resolved.get(rows.scheduled.request_id)
-            before = None if own is not None else tier_counts(rows)
+            if own is None and not batches(rows, q) and not (several and waits(rows, q)):
+                attended = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
+                if attended is not None:
+                    out[:, here] = attended
+                continue
             try:
                 if own is not None:
                     own.run(layer, q, k, v, spec, out)
                     continue
-                if batches(rows, q) or (several and waits(rows, q)):
-                    rows.memory.kv.append(layer, k[:, here], v[:, here])
-                    chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
-                    if not together.takes(q, chosen):
-                        out[:, here] = finish(self.setting, chosen, spec, read(self.setting, chosen))
-                    continue
-                out[:, here] = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
+                rows.memory.kv.append(layer, k[:, here], v[:, here])
+                chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
+                if not together.takes(q, chosen):
+                    out[:, here] = finish(self.setting, chosen, spec, read(self.setting, chosen))
             except Exception as error:  # one request's failure must not take the others down
                 rows.failed(layer, error)
-            if before is not None:
-                count_tiers(rows, before)
         together.run(q, spec, out)
         for part, places in hosted:
             part.attend(layer, spec)
@@ -253,19 +248,6 @@ class HostAttention:
             SkipCount(layer, frozen.numel(), int((frozen + 1).sum()), unread=count - frozen.numel())
         )
 
-    def _whole(self, rows: RequestRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        """The attention of a step that holds nothing but one request's rows."""
-        if rows.result.error is None:
-            before = tier_counts(rows)
-            try:
-                return self._attend(rows, layer, q, k, v, spec, None)
-            except Exception as error:
-                rows.failed(layer, error)
-            finally:
-                if before is not None:
-                    count_tiers(rows, before)
-        return torch.zeros_like(q)
-
     def _skipped(self, rows: RequestRows, layer: int) -> Tensor | None:
         """bool [rows of the request]: who skips ``layer``; None where nobody does."""
         if self.frozen is None:
@@ -282,29 +264,33 @@ class HostAttention:
         v: Tensor,
         spec: LayerAttention,
         skipped: Tensor | None,
-    ) -> Tensor:
-        """Store and attend for the rows of one request; q, k, v leave out those that are ``skipped`` (bool [rows])."""
-        scheduled, kv = rows.scheduled, rows.memory.kv
-        if skipped is None:
+    ) -> Tensor | None:
+        """Store and attend for the rows of one request; q, k, v leave out those that are ``skipped`` (bool [rows]).
+        None where the request has failed."""
+        scheduled, kv, before = rows.scheduled, rows.memory.kv, tier_counts(rows)
+        if rows.result.error is not None:
+            return None
+        parts, spans, done = [], [(0, scheduled.length)], 0
+        try:
+            if skipped is not None:
+                k, v = interleaved(skipped, self.held.pop(scheduled.request_id), k, v)
+                spans = list(runs(~skipped))
             kv.append(layer, k, v)
-            return self._one(rows, layer, q, scheduled.stop, spec)
-        kv.append(layer, *interleaved(skipped, self.held.pop(scheduled.request_id), k, v))
-        parts, done = [], 0
-        for first, last in runs(~skipped):
-            parts.append(self._one(rows, layer, q[:, done : done + last - first], scheduled.start + last, spec))
-            done += last - first
-        return torch.cat(parts, 1)
-
-    def _one(self, rows: RequestRows, layer: int, q: Tensor, stop: int, spec: LayerAttention) -> Tensor:
-        """Attention of ``q`` [heads, rows, head_dim], the rows before position ``stop``, whose keys are stored."""
-        count = q.shape[1]
-        most = max(1, LISTED // (q.shape[0] * stop)) if rows.method.row_by_row else count
-        parts = []
-        for first in range(0, count, most):
-            last = min(first + most, count)
-            chosen = choose(self.setting, rows, layer, q[:, first:last], stop - count + last, spec)
-            parts.append(finish(self.setting, chosen, spec, read(self.setting, chosen)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            for first, end in spans:
+                most = max(1, LISTED // (len(q) * (scheduled.start + end))) if rows.method.row_by_row else end - first
+                for at in range(first, end, most):
+                    count = min(most, end - at)
+                    asking, stop = q[:, done : done + count], scheduled.start + at + count
+                    chosen = choose(self.setting, rows, layer, asking, stop, spec)
+                    parts.append(finish(self.setting, chosen, spec, read(self.setting, chosen)))
+                    done += count
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        except Exception as error:  # one request's failure must not take the others down
+            rows.failed(layer, error)
+            return None
+        finally:
+            if before is not None:
+                count_tiers(rows, before)
 
 
 def _earliest(frozen: FrozenRows, layers: int) -> int:

@@ -142,24 +142,35 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         chunk = Query(**common, step=step, ahead=rows.ahead.get(layer), taken_in=rows.taken_in)
     else:
         chunk = Chunk(**common)
-    slides = spec.window is not None and spec.window < stop
-    if setting.watch.clock is None:
-        selection = _select(rows, chunk, state, spec, slides)
-    else:
-        with setting.timed("selection"):
-            selection = _select(rows, chunk, state, spec, slides)
-    wants = rows.decodes and not slides and rows.method.acting(state).wants_weights
+    method, slides = rows.method, spec.window is not None and spec.window < stop
+    with setting.timed("selection"):
+        selection: Selection
+        if slides:
+            assert spec.window is not None
+            selection = Band(chunk.shape, window=spec.window)
+        elif isinstance(chunk, Query):
+            selection = method.select_decode(chunk, state)
+        else:
+            selection = method.select_prefill(chunk)
+        if slides and not method.means_dense:
+            rows.result.note("sliding-window layers ran their own window instead of the policy")
+        if type(selection) is Dense and not method.means_dense:
+            rows.result.note(ran_dense(scheduled.phase, method.name))
+        if chunk.window is not None:
+            selection = cut(selection, chunk.window)
+        if gone is not None and not (rows.decodes and isinstance(state, Evicting)):
+            rows.result.note("an earlier turn evicted keys: they stay unread")
+            selection = without(selection, gone)
+    wants = rows.decodes and not slides and method.acting(state).wants_weights
     return Chosen(rows, chunk, selection, slides, wants)
 
 
 def read(setting: Setting, chosen: Chosen) -> Result:
     """Attention over what was chosen."""
     call = call_of(setting, chosen)
-    backend = backend_of(setting, call)
-    if setting.watch.clock is None:
-        return run_few(call, backend) if chosen.rows.together else run_call(call, backend)
+    run = run_few if chosen.rows.together and setting.watch.clock is None else run_call
     with setting.timed("attention"):
-        return run_call(call, backend)
+        return run(call, backend_of(setting, call))
 
 
 def call_of(setting: Setting, chosen: Chosen) -> Call:
@@ -192,11 +203,12 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
     bounds = watch.bounds.get(scheduled.request_id)
     if bounds is not None and isinstance(chunk, Query) and not rows.drafted and not chosen.slides:
         result.note_of(bounds.take(chunk, ran.used, out, spec, rows.method, rows.memory.kv))
-    if watch.clock is None:
-        _learn(chosen, ran)
-    else:
+    if not rows.together:
         with setting.timed("selection"):
-            _learn(chosen, ran)
+            if not isinstance(chunk, Query):
+                follow_prefill(scheduled, rows.memory, chunk, chosen.slides)
+            elif not chosen.slides:
+                rows.method.observe(chunk, ran.used, ran.weights, rows.memory.states[chunk.layer])
     if rows.drafted:
         rows.memory.history.mark_layer(scheduled.stop, chunk.layer, rows.memory.states[chunk.layer])
     for note in chunk.cost.notes:
@@ -205,35 +217,3 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
     if chunk.q.is_cuda and ran.backend == "reference":
         result.note(f"{scheduled.phase}: no GPU kernel serves {selection_kind(chosen.selection)} here; torch did")
     return out
-
-
-def _learn(chosen: Chosen, ran: Result) -> None:
-    rows, chunk = chosen.rows, chosen.chunk
-    if rows.together:
-        return
-    if not isinstance(chunk, Query):
-        follow_prefill(rows.scheduled, rows.memory, chunk, chosen.slides)
-    elif not chosen.slides:
-        rows.method.observe(chunk, ran.used, ran.weights, rows.memory.states[chunk.layer])
-
-
-def _select(rows: RequestRows, chunk: Chunk, state: Any, spec: LayerAttention, slides: bool) -> Selection:
-    method, result = rows.method, rows.result
-    selection: Selection
-    if slides:
-        assert spec.window is not None
-        selection = Band(chunk.shape, window=spec.window)
-        if not method.means_dense:
-            result.note("sliding-window layers ran their own window instead of the policy")
-    elif isinstance(chunk, Query):
-        selection = method.select_decode(chunk, state)
-    else:
-        selection = method.select_prefill(chunk)
-    if type(selection) is Dense and not method.means_dense:
-        result.note(ran_dense(rows.scheduled.phase, method.name))
-    if chunk.window is not None:
-        selection = cut(selection, chunk.window)
-    if chunk.gone is None or (isinstance(chunk, Query) and isinstance(state, Evicting)):
-        return selection
-    result.note("an earlier turn evicted keys: they stay unread")
-    return without(selection, chunk.gone)

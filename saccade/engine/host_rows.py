@@ -81,8 +81,25 @@ class JoinedRows:
                 self._audit(row.rows, layer, q, spec, *seen)
         if layer == setting.spec.layers - 1:
             self._count()
-        if self.chosen:
-            self._run_chosen(layer, q, spec, out)
+        joins = spec.sinks is None and len(self.chosen) > 1 and self._joins(q, self.chosen[0], layer)
+        together: list[Chosen] = []
+        for rows in self.chosen:
+            if rows.result.error is not None:
+                continue
+            here = slice(rows.first, rows.first + rows.scheduled.length)
+            try:
+                chosen = choose(setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
+                waits = joins and not chosen.want_weights
+                if rows.drafted and rows.memory.states[layer] is not None:
+                    waits = False  # the next row of its request chooses by what this one learns
+                if waits and cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None:
+                    together.append(chosen)
+                else:
+                    out[:, here] = finish(setting, chosen, spec, read(setting, chosen))
+            except Exception as error:
+                rows.failed(layer, error)
+        if together:
+            self._attend_together(layer, together, q, spec, out)
 
     def run_layers(
         self,
@@ -132,28 +149,6 @@ class JoinedRows:
 
     def _joins(self, q: Tensor, rows: RequestRows, layer: int) -> bool:
         return cpu_rows.serves(q, rows.memory.kv.view(layer), self.setting.backend) is None
-
-    def _run_chosen(self, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
-        setting = self.setting
-        joins = spec.sinks is None and len(self.chosen) > 1 and self._joins(q, self.chosen[0], layer)
-        together: list[Chosen] = []
-        for rows in self.chosen:
-            if rows.result.error is not None:
-                continue
-            row = slice(rows.first, rows.first + rows.scheduled.length)
-            try:
-                chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
-                waits = joins and not chosen.want_weights
-                if rows.drafted and rows.memory.states[layer] is not None:
-                    waits = False  # the next row of its request chooses by what this one learns
-                if waits and cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None:
-                    together.append(chosen)
-                else:
-                    out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
-            except Exception as error:
-                rows.failed(layer, error)
-        if together:
-            self._attend_together(layer, together, q, spec, out)
 
     def _attend_together(self, layer: int, some: list[Chosen], q: Tensor, spec: LayerAttention, out: Tensor) -> None:
         with self.setting.timed("attention"):

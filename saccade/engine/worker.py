@@ -119,7 +119,18 @@ class Worker:
                 part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
             ahead = goes_on and len(part) == len(step)
             for backend in self.backends:
-                part = self._run_on(backend, step, part, result, times, ahead)
+                served, part = self._served(backend, step, part, result)
+                packs = backend.parts(step, served, self.memories)
+                ahead = ahead and not part and len(packs) == 1
+                for pack in packs:
+                    packed = step.part(pack)
+                    try:
+                        backend.plan(packed, self.memories, result, times, ahead).run()
+                    except StepFailedError as error:
+                        self._note_failed(packed, result, error)
+                        part = sorted([*part, *pack])
+                    except Exception as error:
+                        self._broke(packed, result, error)
         for one in whole.scheduled:
             if result.requests[one.request_id].is_good:
                 self.memories[one.sequence_id].end_step()
@@ -189,16 +200,10 @@ class Worker:
         together = [number for number in range(len(step)) if number not in single]
         return [together, *alone] if together else alone
 
-    def _run_on(
-        self,
-        backend: AttentionBackend,
-        step: StepInput,
-        which: Sequence[int],
-        result: StepResult,
-        times: int,
-        goes_on: bool,
-    ) -> list[int]:
-        """Run the requests among ``which`` that a backend serves; returns the others, rising."""
+    def _served(
+        self, backend: AttentionBackend, step: StepInput, which: Sequence[int], result: StepResult
+    ) -> tuple[list[int], list[int]]:
+        """The requests among ``which`` that a backend serves, and the others, whose results say why not."""
         served: list[int] = []
         left: list[int] = []
         for number in which:
@@ -206,18 +211,7 @@ class Worker:
             (served if why_not is None else left).append(number)
             if why_not is not None:
                 results_of(result.requests, step.scheduled[number])[0].passed_on = why_not
-        parts = backend.parts(step, served, self.memories)
-        goes_on = goes_on and not left and len(parts) == 1
-        for part in parts:
-            packed = step.part(part)
-            try:
-                backend.plan(packed, self.memories, result, times, goes_on).run()
-            except StepFailedError as error:
-                self._note_failed(packed, result, error)
-                left += part
-            except Exception as error:
-                self._broke(packed, result, error)
-        return sorted(left)
+        return served, left
 
     def _note_failed(self, step: StepInput, result: StepResult, error: StepFailedError) -> None:
         """Another backend serves the requests of a step that failed, or brings in as much as there is room for at a

@@ -184,7 +184,9 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        fill = None if self.pool.absent else self._fill
+        storage, fill = self.pool.storage, None
+        if storage.k.is_cpu and not self.pool.absent:
+            fill = partial(fill_all, storage=storage, tables=self.tables)
         return self.known.full(self._plain_view, kind, block_size, self.length, fill)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
@@ -309,10 +311,6 @@ class SequenceKV:
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
         return self.known.of(self._plain_view, layer, kind, block_size)
-
-    def _fill(self, kept: list[KeptSummaries], full: int) -> bool:
-        storage = self.pool.storage
-        return storage.k.is_cpu and fill_all(kept, full, storage, self.tables)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

@@ -185,7 +185,16 @@ class TieredView(KVView):
     def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         return None  # blocks come in piece by piece
 
-    def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.format.decode(self._gathered(self._paged.k, start, stop), self.format.k)
+
+    def values(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.format.decode(self._gathered(self._paged.v, start, stop), self.format.v)
+
+    def stored(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        return self._gathered(self._paged.k, start, stop), self._gathered(self._paged.v, start, stop)
+
+    def _gathered(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:
             raise SaccadeError(f"positions {start}..{stop} do not lie within the {self.length} stored tokens")

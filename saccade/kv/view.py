@@ -140,16 +140,19 @@ class KVView:
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of keys ``start .. stop - 1``: [kv_heads, stop - start, head_dim]."""
-        return self.format.decode(self._span(self._paged.k, start, stop), self.format.k)
+        own = self._paged
+        return self.format.decode(self._mover.gather(own.k, own.block_table, *self._span(start, stop)), self.format.k)
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of values ``start .. stop - 1``."""
-        return self.format.decode(self._span(self._paged.v, start, stop), self.format.v)
+        own = self._paged
+        return self.format.decode(self._mover.gather(own.v, own.block_table, *self._span(start, stop)), self.format.v)
 
     def stored(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values ``start .. stop - 1`` as they are stored, which :meth:`write` takes too: contiguous copies
         [kv_heads, stop - start, width]."""
-        return self._span(self._paged.k, start, stop), self._span(self._paged.v, start, stop)
+        own, span = self._paged, self._span(start, stop)
+        return self._mover.gather(own.k, own.block_table, *span), self._mover.gather(own.v, own.block_table, *span)
 
     def head_keys(self, kv_head: int, stop: int) -> Tensor:
         """Contiguous copy of one KV head's first ``stop`` keys: [stop, head_dim]."""
@@ -205,11 +208,12 @@ class KVView:
         """Stored keys and values."""
         return self.format.decode(k, self.format.k), self.format.decode(v, self.format.v)
 
-    def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
+    def _span(self, start: int, stop: int | None) -> tuple[int, int]:
+        """Positions ``start .. stop - 1``, all stored and resident; SaccadeError where they are not."""
         own = self._paged
         stop = own.length if stop is None else stop
         if not 0 <= start <= stop <= own.length:
             raise SaccadeError(f"positions {start}..{stop} do not lie within the {own.length} stored tokens")
         if self._gaps:
             self._require(own.block_table, start, stop)
-        return self._mover.gather(pool, own.block_table, start, stop)
+        return start, stop

@@ -80,13 +80,6 @@ class LlamaDecoder:
         ``cos``, ``sin`` [rows, head_dim]."""
         return self.kernels(hidden.shape[0]).layers[layer].project(hidden, cos, sin)
 
-    def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
-        """Add to ``hidden`` [rows, channels], in place, what attention's output ``attended`` [heads, rows, head_dim]
-        and the MLP make of it."""
-        delta = self.kernels(hidden.shape[0]).layers[layer].finish(hidden, attended)
-        if delta is not None:
-            hidden.add_(delta)
-
     def _products(self, passes: RowPasses, products: Products | None = None) -> KernelSet:
         weights = self.weights
         most = MLP_ROWS if self.device.type == "cpu" else 1 << 62

@@ -140,14 +140,23 @@ class HFRunner:
                 inputs.visit(index, hidden[sent(inputs.rows, device)])
             if ahead is not None and index + 1 < self.spec.layers:
                 ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
+            rows, where, pair, live = hidden, positions, rotary.layers[index], None
             if frozen is not None and freezes:
-                self._run_frozen(index, hidden, positions, rotary, ctx, frozen.skip(index), frozen.projected)
-            elif llama is None or kernels is None:
-                hidden = self.modules.run(index, hidden, positions, rotary.layers[index], ctx)
+                live = self._store_frozen(index, hidden, positions, rotary, ctx, frozen)
+                if not live.numel():
+                    continue
+                rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
+            if llama is None:
+                rows = self.modules.run(index, rows, where, pair, ctx)
             else:
-                layer = kernels.layers[index]
-                q, k, v = layer.project(hidden, *rotary.layers[index], delta)
-                delta = layer.finish(hidden, ctx.run(index, q, k, v, llama.attention[index]))
+                layer = llama.kernels(len(rows)).layers[index]
+                q, k, v = layer.project(rows, *pair, delta)
+                delta = layer.finish(rows, ctx.run(index, q, k, v, llama.attention[index]))
+            if live is None:
+                hidden = rows
+                continue
+            hidden.index_copy_(0, live, rows if delta is None else rows.add_(delta))
+            delta = None
         if delta is not None:
             hidden.add_(delta)
         if scored is not None:
@@ -200,32 +209,25 @@ class HFRunner:
         """The head's output as float32 logits, after the family's last step, which runs in the model's dtype."""
         return self.family.finish_logits(raw, self.config).float()
 
-    def _run_frozen(
+    def _store_frozen(
         self,
         index: int,
         hidden: Tensor,
         positions: Tensor,
         rotary: RotaryRows,
         ctx: AttentionContext,
-        skip: Tensor,
-        projected: Tensor,
-    ) -> None:
-        """A layer that the rows of ``skip`` skip, in place; the keys and values of those ``projected`` are stored."""
-        stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & projected, ~skip))
+        frozen: FrozenRows,
+    ) -> Tensor:
+        """Have the keys and values stored that rows which skip a layer leave there; returns which rows do not skip
+        it, int64 [n]."""
+        skip = frozen.skip(index)
+        stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & frozen.projected, ~skip))
         if stored.numel():
             ctx.store(index, *self._project(index, hidden, positions, rotary, stored)[1:])
         else:
             none = hidden.new_empty(self.spec.kv_heads, 0, self.spec.head_dim)
             ctx.store(index, none, none)
-        if not live.numel():
-            return
-        rows, pair = hidden[live], rotary.rows(index, live)
-        if self.llama is None:
-            rows = self.modules.run(index, rows, positions[live], pair, ctx)
-        else:
-            parts = self.llama.project(index, rows, *pair)
-            self.llama.finish(index, rows, ctx.run(index, *parts, self.llama.attention[index]))
-        hidden.index_copy_(0, live, rows)
+        return live
 
     def _project(
         self, index: int, hidden: Tensor, positions: Tensor, rotary: RotaryRows, rows: Tensor

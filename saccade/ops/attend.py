@@ -67,7 +67,7 @@ def run(call: Call, backend: str = "auto") -> Result:
     else:
         if debug.ON:
             debug.check(call.kv, call.selection)
-        result = _chosen(call, backend).attend(call)
+        result = _chosen(call, backend).kernel(call)(call)
     if call.want_weights and result.weights is None:
         used = result.used.to(call.q.device)
         weights = selected_weights(call.q, call.kv, used, result.lse, scale=call.scale, softcap=call.softcap)

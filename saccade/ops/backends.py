@@ -4,7 +4,7 @@ beside it where that optional extra is installed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from saccade.ops import cpu, cpu_blocks, cpu_decode, cpu_sampled, fa4, reference, triton
 from saccade.ops.call import Backend, Call, Result
@@ -21,6 +21,9 @@ class Reference:
     def serves(self, call: Call) -> str | None:
         return None
 
+    def kernel(self, call: Call) -> Callable[[Call], Result]:
+        return self.attend
+
     def attend(self, call: Call) -> Result:
         q, kv, scale, softcap = call.q, call.kv, call.scale, call.softcap
         selection, used = call.selection.to(q.device), call.selection
@@ -33,60 +36,26 @@ class Reference:
         return Result(out, lse, used, self.name)
 
 
-def _attend(call: Call) -> Result:
-    out, lse = cpu.attend(call.q, call.kv, call.selection, **_options(call))
-    return Result(out, lse, call.selection, _cpu_name())
-
-
-def _attend_lists(call: Call) -> Result:
-    lists: Any = call.selection
-    out, lse, used, weights = cpu_decode.attend(
-        call.q, call.kv, lists, want_weights=call.want_weights, **_options(call)
-    )
-    return Result(out, lse, used, _cpu_name(), weights)
-
-
-def _attend_ranking(call: Call) -> Result:
-    ranking: Any = call.selection
-    out, lse, used, coverage = cpu_blocks.attend_ranking(call.q, call.kv, ranking, **_options(call))
-    return Result(out, lse, used, _cpu_name(), coverage=coverage)
-
-
-def _attend_sampled(call: Call) -> Result:
-    sampled: Any = call.selection
-    out, lse = cpu_sampled.attend(call.q, call.kv, sampled, **_options(call))
-    return Result(out, lse, call.selection, _cpu_name())
-
-
-def _options(call: Call) -> dict[str, Any]:
-    return {"scale": call.scale, "softcap": call.softcap, "threads": call.threads}
-
-
-def _cpu_name() -> str:
-    return f"cpu/{cpu.isa()}"
-
-
 class Cpu:
     """The C++ kernels."""
 
     name = "cpu"
 
-    # By kind of selection: why not, and the call.
+    # By kind of selection: why not, and the kernel.
     _kernels: ClassVar[dict[type[Selection], tuple[Callable[..., str | None], Callable[[Call], Result]]]] = {
-        Candidates: (cpu_decode.serves, _attend_lists),
-        Ranking: (cpu_blocks.serves, _attend_ranking),
-        Sampled: (cpu_sampled.serves, _attend_sampled),
-        Tokens: (cpu_decode.serves, _attend_lists),
+        Candidates: (cpu_decode.serves, cpu_decode.attend),
+        Ranking: (cpu_blocks.serves, cpu_blocks.attend_ranking),
+        Sampled: (cpu_sampled.serves, cpu_sampled.attend),
+        Tokens: (cpu_decode.serves, cpu_decode.attend),
     }
-    _others = cpu.serves, _attend
+    _others = cpu.serves, cpu.attend
 
     def serves(self, call: Call) -> str | None:
         serves, _ = self._kernels.get(type(call.selection), self._others)
         return serves(call.q, call.kv, call.selection)
 
-    def attend(self, call: Call) -> Result:
-        _, attend = self._kernels.get(type(call.selection), self._others)
-        return attend(call)
+    def kernel(self, call: Call) -> Callable[[Call], Result]:
+        return self._kernels.get(type(call.selection), self._others)[1]
 
 
 class Triton:
@@ -96,6 +65,9 @@ class Triton:
 
     def serves(self, call: Call) -> str | None:
         return triton.serves(call.q, call.kv, call.selection)
+
+    def kernel(self, call: Call) -> Callable[[Call], Result]:
+        return self.attend
 
     def attend(self, call: Call) -> Result:
         from saccade.ops.triton import dispatch
@@ -118,6 +90,9 @@ class FlashAttention4:
     def serves(self, call: Call) -> str | None:
         reason = fa4.serves(call.q, call.selection, call.scale, call.softcap)
         return reason or TRITON.serves(call)
+
+    def kernel(self, call: Call) -> Callable[[Call], Result]:
+        return self.attend
 
     def attend(self, call: Call) -> Result:
         selection = call.selection.to(call.q.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -101,9 +101,9 @@ class Backend(Protocol):
     def serves(self, call: Call) -> str | None:
         """Why it cannot run ``call``; None where it can."""
 
-    def attend(self, call: Call) -> Result:
-        """Run ``call``, which it serves. ``Candidates.rest`` is left to :func:`saccade.ops.run`, and so are weights
-        that the kernel does not have."""
+    def kernel(self, call: Call) -> Callable[[Call], Result]:
+        """What runs ``call``, which it serves. ``Candidates.rest`` is left to :func:`saccade.ops.run`, and so are
+        weights that the kernel does not have."""
 
 
 def pair(kv: object) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ the number of threads, nor on what else runs.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
-from saccade.ops.cpu_structs import STORAGE, Call, keys_of, missing, native
+from saccade.ops.call import Call, Result
+from saccade.ops.cpu_structs import STORAGE, Reads, keys_of, missing, native
 from saccade.ops.reference import soft_capped
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
 
@@ -134,34 +135,30 @@ def _unread(q: Tensor, paged: Paged) -> str:
     return f"its kernels read blocks of a multiple of 16 tokens; got {layout.block_size}"
 
 
-def attend(
-    q: Tensor,
-    kv: KVView,
-    selection: Selection,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``q`` [heads, q_len, head_dim] over the selected keys of ``kv``.
-
-    Returns ``out`` [heads, q_len, head_dim] in q's dtype and ``lse`` float32 [heads, q_len], the natural log of the sum
-    of exponentials of the scaled (and soft-capped) logits; a row without keys gives ``(0, -inf)``. ``threads`` defaults
-    to ``torch.get_num_threads()``. The caller has checked :func:`serves`.
-    """
+def attend(call: Call) -> Result:
+    """``call``, which :func:`serves`: a row without keys gives ``(0, -inf)``. ``call.threads`` defaults to
+    ``torch.get_num_threads()``."""
     if native is None:
         raise SaccadeError(why_unavailable())
-    call = Call(q, kv, selection.shape, scale, softcap, threads)
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    q, selection = call.q, call.selection
+    reads = Reads(q, call.kv, selection.shape, call.scale, call.softcap, call.threads)
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
+    parts: list[tuple[Selection, Tensor | None]] = [(selection, None)]  # each with its query heads, uint8 [heads]
     if isinstance(selection, Mixed):
-        for index, part in enumerate(selection.parts):
-            active = selection.choice == index
-            if bool(active.any()):
-                _attend_part(call, part, out, lse, active.to(torch.uint8))
-    else:
-        _attend_part(call, selection, out, lse, None)
-    return out, lse
+        heads = [selection.choice == index for index in range(len(selection.parts))]
+        parts = [(part, own.to(torch.uint8)) for part, own in zip(selection.parts, heads) if bool(own.any())]
+    for part, active in parts:
+        masks = {} if active is None else {"active": active.data_ptr()}
+        inner, starts = (part.inner, part.starts.int()) if isinstance(part, Windowed) else (part, None)
+        for piece, start, stop in _pieces(inner):
+            if isinstance(part, Windowed) and starts is not None:  # keys below the sinks' and from starts on
+                masks.update(starts=starts[start:].data_ptr(), sink_keys=part.cone.sink_keys)
+            keys, _lists = keys_of(piece, **masks)
+            written = native.Output(out=out[:, start:].data_ptr(), lse=lse[:, start:].data_ptr(), rows=out.shape[1])
+            kernels().attend(reads.threads, reads.pool, reads.table, reads.queries(start, stop), keys, written)
+        if isinstance(part, Windowed):
+            _attend_own(reads, part, out, lse, active)
+    return Result(out, lse, selection, f"cpu/{isa()}")
 
 
 def attend_few(
@@ -169,7 +166,7 @@ def attend_few(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` of a few rows over all keys, which are read once for all rows, in parts that share out among all
     threads."""
-    call = Call(q, kv, shape, scale, softcap, threads)
+    call = Reads(q, kv, shape, scale, softcap, threads)
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[1])
@@ -177,28 +174,17 @@ def attend_few(
     return out, lse
 
 
-def _attend_part(call: Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
-    if isinstance(selection, Windowed):
-        starts = selection.starts.int()
-        _attend_kind(call, selection.inner, out, lse, active, _Window(starts, selection.cone.sink_keys))
-        _attend_own(call, selection, out, lse, active)
-    else:
-        _attend_kind(call, selection, out, lse, active, None)
-
-
-def _attend_kind(
-    call: Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None, window: _Window | None
-) -> None:
+def _pieces(selection: Selection) -> list[tuple[Selection, int, int]]:
+    """What one call each reads: rows ``start .. stop - 1``, at least one."""
     rows = selection.shape.q_len
+    pieces: list[tuple[Selection, int, int]] = [(selection, 0, rows)]
     if isinstance(selection, Tri):
         banded = min(selection.band_rows, rows)
-        _attend_rows(call, selection.band, out, lse, active, window, 0, banded)
-        _attend_rows(call, Dense(selection.shape), out, lse, active, window, banded, rows)
-    else:
-        _attend_rows(call, selection, out, lse, active, window, 0, rows)
+        pieces = [(selection.band, 0, banded), (Dense(selection.shape), banded, rows)]
+    return [piece for piece in pieces if piece[1] < piece[2]]
 
 
-def _attend_own(call: Call, selection: Windowed, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
+def _attend_own(call: Reads, selection: Windowed, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
     """What rows read that a window would leave without keys: their own one, with weight 1."""
     heads, group = selection.shape.heads // selection.units, selection.shape.group
     for unit in range(selection.units):
@@ -210,40 +196,6 @@ def _attend_own(call: Call, selection: Windowed, out: Tensor, lse: Tensor, activ
             logit = (call.q[head, rows].float() * k.float()).sum(-1) * call.scale
             lse[head, rows] = soft_capped(logit, call.softcap)
             out[head, rows] = v.to(out.dtype)
-
-
-class _Window(NamedTuple):
-    """What rows see of their selection: keys below ``sinks`` and from ``starts`` (int32 [q_len]) on."""
-
-    starts: Tensor
-    sinks: int
-
-
-def _attend_rows(
-    call: Call,
-    selection: Selection,
-    out: Tensor,
-    lse: Tensor,
-    active: Tensor | None,
-    seen: _Window | None,
-    start: int,
-    stop: int,
-) -> None:
-    """Rows ``start .. stop - 1`` (all of them for lists) of the query heads with ``active`` uint8 [heads] 1."""
-    if start == stop:
-        return
-    masks: dict[str, int] = {}
-    if active is not None:
-        masks["active"] = active.data_ptr()
-    if seen is not None:
-        masks.update(starts=seen.starts[start:].data_ptr(), sink_keys=seen.sinks)
-    keys, _lists = keys_of(selection, **masks)
-    written = native.Output(
-        out=(out[:, start:] if start else out).data_ptr(),
-        lse=(lse[:, start:] if start else lse).data_ptr(),
-        rows=out.shape[1],
-    )
-    kernels().attend(call.threads, call.pool, call.table, call.queries(start, stop), keys, written)
 
 
 def read_pass(data: Tensor, threads: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import STORAGE, Call, address, codes_of, native, output_of
+from saccade.ops.call import Call, Result
+from saccade.ops.cpu_structs import STORAGE, Reads, address, codes_of, native, output_of
 from saccade.selection import Blocks, Ranking
 
 
@@ -20,31 +22,13 @@ def serves(q: Tensor, kv: KVView, ranking: Ranking) -> str | None:
     return cpu.uneven(ranking.units, kv.kv_heads) or cpu.serves(q, kv)
 
 
-def attend_ranking(
-    q: Tensor,
-    kv: KVView,
-    ranking: Ranking,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor, Blocks, Tensor]:
+def attend_ranking(call: Call) -> Result:
     """:func:`saccade.ops.progressive.attend_ranking`. Of a begun ranking the rest is asked for where the rule goes
     past what it names."""
-    found = _attend_listed(q, kv, ranking, scale, softcap, threads)
-    if ranking.total > ranking.order.shape[1]:
-        _, _, read, coverage = found
-        all_read = read.offsets.diff() - ranking.always.shape[1] == ranking.order.shape[1]
-        if bool((all_read & ~(coverage > ranking.epsilon)).any()):
-            return _attend_listed(q, kv, ranking.whole(), scale, softcap, threads)
-    return found
-
-
-def _attend_listed(
-    q: Tensor, kv: KVView, ranking: Ranking, scale: float, softcap: float | None, threads: int | None
-) -> tuple[Tensor, Tensor, Blocks, Tensor]:
+    q, ranking = call.q, call.selection
+    assert isinstance(ranking, Ranking)
     shape, units = ranking.shape, ranking.units
-    call = Call(q, kv, shape, scale, softcap, threads)
+    reads = Reads(q, call.kv, shape, call.scale, call.softcap, call.threads)
     always, order = ranking.always.int().contiguous(), ranking.order.int().contiguous()
     estimates = None if ranking.estimates is None else ranking.estimates.float().contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
@@ -70,8 +54,13 @@ def _attend_listed(
         offsets=offsets.data_ptr(),
         indices=indices.data_ptr(),
     )
-    cpu.kernels().progressive(call.threads, call.pool, call.table, call.queries(), ranked, output_of(out, lse))
-    return out, lse, Blocks(shape, ranking.block_size, offsets, indices[: int(offsets[-1])]), coverage
+    cpu.kernels().progressive(reads.threads, reads.pool, reads.table, reads.queries(), ranked, output_of(out, lse))
+    if ranking.total > order.shape[1]:
+        all_read = offsets.diff() - always.shape[1] == order.shape[1]
+        if bool((all_read & ~(coverage > ranking.epsilon)).any()):
+            return attend_ranking(replace(call, selection=ranking.whole()))
+    read = Blocks(shape, ranking.block_size, offsets, indices[: int(offsets[-1])])
+    return Result(out, lse, read, f"cpu/{cpu.isa()}", coverage=coverage)
 
 
 def serves_summary(q: Tensor, summary: Tensor, units: int) -> str | None:

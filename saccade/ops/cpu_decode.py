@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import sub
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
+from saccade.ops.call import Call, Result
 from saccade.ops.candidates import put_back, visible
-from saccade.ops.cpu_structs import Call, address, native, output_of
+from saccade.ops.cpu_structs import Reads, address, native, output_of
 from saccade.ops.layout import flat
 from saccade.selection import Candidates, Tokens
 
@@ -24,26 +26,17 @@ def serves(q: Tensor, kv: KVView, selection: Candidates | Tokens) -> str | None:
     return cpu.serves(q, kv)
 
 
-def attend(
-    q: Tensor,
-    kv: KVView,
-    selection: Candidates | Tokens,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    threads: int | None = None,
-    want_weights: bool = False,
-) -> tuple[Tensor, Tensor, Tokens, Tensor | None]:
-    """Attention of one row over the best candidates, or over lists as they are: (out, lse, what was read, its weights
-    as :func:`saccade.ops.weights.selected_weights` lays them out). ``Candidates.rest`` is left to the caller."""
+def attend(call: Call) -> Result:
+    """One row over the best candidates, or over lists as they are. ``Candidates.rest`` is left to the caller."""
+    selection, q = call.selection, call.q
+    assert isinstance(selection, Candidates | Tokens)
     if isinstance(selection, Candidates) and selection.hidden != (0, 0):
-        seen, moved = visible(kv, selection)
-        out, lse, read, weights = attend(
-            q, seen, moved, scale=scale, softcap=softcap, threads=threads, want_weights=want_weights
-        )
-        return out, lse, put_back(read, selection), weights
+        seen, moved = visible(call.kv, selection)
+        ran = attend(replace(call, kv=seen, selection=moved))
+        assert isinstance(ran.used, Tokens)
+        return ran._replace(used=put_back(ran.used, selection))
     shape = selection.shape
-    call = Call(q, kv, shape, scale, softcap, threads)
+    reads = Reads(q, call.kv, shape, call.scale, call.softcap, call.threads)
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     offsets, indices = selection.offsets.long().contiguous(), selection.indices.int().contiguous()
     sinks = local = idle_keys = 0
@@ -62,7 +55,7 @@ def attend(
     longest = sinks + local + min(longest, int(k.max()))
     room = lists * longest + 1
     chosen, out_offsets = torch.empty(room, dtype=torch.int32), torch.empty(lists + 1, dtype=torch.int64)
-    weights = torch.empty(shape.heads // lists, room) if want_weights else None
+    weights = torch.empty(shape.heads // lists, room) if call.want_weights else None
     lists_read = native.Gather(
         units=selection.units,
         keys=shape.k_len,
@@ -80,7 +73,7 @@ def attend(
         weights=address(weights),
         weight_stride=room,
     )
-    cpu.kernels().gather(call.threads, call.pool, call.table, call.queries(), lists_read, output_of(out, lse))
+    cpu.kernels().gather(reads.threads, reads.pool, reads.table, reads.queries(), lists_read, output_of(out, lse))
     count = int(out_offsets[-1])
     read = selection if isinstance(selection, Tokens) else Tokens(shape, out_offsets, chosen[:count])
-    return out, lse, read, None if weights is None else weights[:, :count]
+    return Result(out, lse, read, f"cpu/{cpu.isa()}", None if weights is None else weights[:, :count])

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, native, output_of
+from saccade.ops.call import Call, Result
+from saccade.ops.cpu_structs import Reads, native, output_of
 from saccade.selection import Sampled
 
 
@@ -19,22 +20,16 @@ def serves(q: Tensor, kv: KVView, selection: Sampled) -> str | None:
     return cpu.serves(q, kv)
 
 
-def attend(
-    q: Tensor,
-    kv: KVView,
-    selection: Sampled,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of ``q`` [heads, 1, head_dim] over lists of keys whose logits gain a bias, on the C++ kernels."""
-    call = Call(q, kv, selection.shape, scale, softcap, threads)
+def attend(call: Call) -> Result:
+    """One row over lists of keys whose logits gain a bias."""
+    q, selection = call.q, call.selection
+    assert isinstance(selection, Sampled)
+    reads = Reads(q, call.kv, selection.shape, call.scale, call.softcap, call.threads)
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     offsets, indices = selection.tokens.offsets.long().contiguous(), selection.tokens.indices.int().contiguous()
     bias, sums = selection.bias.float().contiguous(), torch.empty(q.shape, dtype=torch.float32)
     lists = native.Sampled(
         offsets=offsets.data_ptr(), indices=indices.data_ptr(), bias=bias.data_ptr(), sums=sums.data_ptr()
     )
-    cpu.kernels().sampled(call.threads, call.pool, call.table, call.queries(), lists, output_of(out, lse))
-    return out, lse
+    cpu.kernels().sampled(reads.threads, reads.pool, reads.table, reads.queries(), lists, output_of(out, lse))
+    return Result(out, lse, selection, f"cpu/{cpu.isa()}")

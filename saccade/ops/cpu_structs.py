@@ -119,7 +119,7 @@ def band_keys(window: int, sinks: int) -> Any:
     return native.Keys(kind=_BAND, window=window, sinks=sinks)
 
 
-class Call:
+class Reads:
     """What a call reads: queries and a paged view, kept alive."""
 
     __slots__ = ("_strides", "_tensors", "kv", "pool", "q", "scale", "shape", "softcap", "table", "threads")

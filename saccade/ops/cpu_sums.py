@@ -7,7 +7,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, native
+from saccade.ops.cpu_structs import Reads, native
 from saccade.selection import Shape
 
 _MAX_TILE = 4096  # channels of a tile's rows together
@@ -21,7 +21,7 @@ def line_sums(
 
     What ``scores.line_sums`` means, for calls that :func:`saccade.ops.cpu.serves` allows.
     """
-    call = Call(q, kv, shape, scale, softcap, None)
+    call = Reads(q, kv, shape, scale, softcap, None)
     sums = torch.zeros(2, shape.heads, shape.k_len)
     sample = torch.arange(shape.q_len - rows, shape.q_len, dtype=torch.int32)
     wanted = native.LineSums(
@@ -48,7 +48,7 @@ def antidiagonals(
 ) -> Tensor:
     """``scores.antidiagonal_shares`` before blocks are brought to a sum of 1, for calls that :func:`serves_tiles`
     allows."""
-    call = Call(q, kv, shape, scale, softcap, None)
+    call = Reads(q, kv, shape, scale, softcap, None)
     shares = _no_shares(shape, block_size)
     wanted = native.Antidiagonals(k_len=shape.k_len, stride=stride, block_size=block_size, shares=shares.data_ptr())
     cpu.kernels().antidiagonals(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
@@ -94,7 +94,7 @@ def row_shares(
 ) -> Tensor:
     """``row_shares.row_shares`` before rows are brought to a sum of 1, for calls that :func:`serves_row_shares`
     allows."""
-    call = Call(q, kv, shape, scale, softcap, None)
+    call = Reads(q, kv, shape, scale, softcap, None)
     shares = _no_shares(shape, block_size)
     wanted = native.RowShares(k_len=shape.k_len, rows=rows, block_size=block_size, shares=shares.data_ptr())
     cpu.kernels().row_shares(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
@@ -112,7 +112,7 @@ def row_sums(
     softcap: float | None = None,
 ) -> Tensor:
     """``row_shares.row_sums`` for calls that :func:`serves_row_shares` allows: a task is a head."""
-    call = Call(q, kv, shape, scale, softcap, None)
+    call = Reads(q, kv, shape, scale, softcap, None)
     listed, place = (part.to("cpu", torch.int32).contiguous() for part in (rows, places))
     count = int(place[-1]) + 1
     sums = torch.zeros(shape.heads, count, -(-shape.k_len // block_size), device="cpu")

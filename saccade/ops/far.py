@@ -141,7 +141,7 @@ def _attend_far(
     selection = split.there[1].to(torch.device("cpu"))
     far = Call(q, there_view, selection, call.scale, call.softcap, call.threads)
     backend = CPU if CPU.serves(far) is None else REFERENCE
-    there = backend.attend(far)
+    there = backend.kernel(far)(far)
     tier.compute.attended(view.layer, view.ids_of(split.far), split.parts, time.perf_counter() - began)
     tier.counts.attended_on_host += split.parts
     tier.counts.bytes_down += q.nbytes

@@ -17,7 +17,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.row_formats import RowFormat
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import ALL_KEYS, Call, band_keys, native
+from saccade.ops.cpu_structs import ALL_KEYS, Reads, band_keys, native
 from saccade.selection import Shape
 
 PART = 4096  # keys turned to float32 at once: they stay in a core's cache
@@ -60,7 +60,7 @@ def _by_kernel(
     q: Tensor, kv: KVView, kv_head: int, scale: float, softcap: float | None, window: int | None, threads: int | None
 ) -> Truth:
     heads, width = q.shape
-    call = Call(q[:, None], kv, Shape.suffix(heads, kv.kv_heads, 1, kv.length, q.device), scale, softcap, threads)
+    call = Reads(q[:, None], kv, Shape.suffix(heads, kv.kv_heads, 1, kv.length, q.device), scale, softcap, threads)
     group = heads // kv.kv_heads
     made = torch.empty(group * (width + 2), device="cpu")
     out, lse, norm = made.split([group * width, group, group])

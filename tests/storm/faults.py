@@ -96,7 +96,7 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
     yield "layer loop", HostAttention, "run", 0.004
     yield "layer loop", JoinedRows, "run", 0.004
     yield "layer loop", JoinedRows, "run_layers", 0.008
-    yield "layer loop", runner, "run", 0.008
+    yield "layer loop", runner, "steps", 0.008
     yield "learning", host_calls, "follow_prefill", 0.002
     yield "learning", StateHistory, "mark_layer", 0.002
     yield "step", Worker, "run", 0.008

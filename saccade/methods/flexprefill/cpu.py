@@ -8,7 +8,7 @@ import torch
 
 from saccade.methods.base import Chunk
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, address, native
+from saccade.ops.cpu_structs import Reads, address, native
 from saccade.ops.scores import mean_keys
 from saccade.selection import Blocks
 
@@ -49,7 +49,7 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
         marks=address(marks),
         offsets=address(offsets),
     )
-    call = Call(chunk.q, chunk.kv, shape, chunk.scale, chunk.softcap, None)
+    call = Reads(chunk.q, chunk.kv, shape, chunk.scale, chunk.softcap, None)
     cpu.kernels().flex_choice(call.threads, call.pool, call.table, call.queries(0, shape.q_len), choice)
     indices = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
     native.list_marks(

@@ -13,7 +13,7 @@ from saccade.methods.base import Query
 from saccade.methods.lfps.choosing import Choice
 from saccade.methods.lfps.stand_ins import multiples
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, address, native
+from saccade.ops.cpu_structs import Reads, address, native
 from saccade.ops.layout import flat, rows
 from saccade.selection import Tokens
 
@@ -43,7 +43,7 @@ def choose(method: LFPS, query: Query, state: LFPSState, length: int, local: int
     # Pages that nothing is written to cost nothing.
     indices = torch.empty(tables.units * length, dtype=torch.int32)
     idle, rest = torch.empty(shape.heads, dtype=torch.bool), torch.empty(shape.heads)
-    call = Call(query.q, query.kv, shape, query.scale, query.softcap, None)
+    call = Reads(query.q, query.kv, shape, query.scale, query.softcap, None)
     cpu.kernels().choose_listed(
         call.threads,
         call.pool,

@@ -189,7 +189,7 @@ class LFPS(Method):
         vertical, slash = last_rows(segment, units, rows, first)
         for lines in (vertical, slash):
             lines *= 1.0 / (2 * (1.0 - self.r))
-        keys, values = (part(first, end).float() for part in (kv.keys, kv.values))
+        keys, values = kv.keys(first, end).float(), kv.values(first, end).float()
         mean_key, mean_value = (part.sum(1) / max(1, end - first) for part in (keys, values))
         past = segment.past.state if isinstance(segment.past, TurnBefore) else None
         if past is not None and past.tables.units == units and past.tables.first == first:

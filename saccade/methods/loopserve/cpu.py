@@ -8,7 +8,7 @@ from torch import Tensor
 from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, native
+from saccade.ops.cpu_structs import Reads, native
 from saccade.ops.scores import NOT_FINITE
 from saccade.selection import Shape
 
@@ -19,7 +19,7 @@ def cover_rows(
     """For every query head the lines, (columns, distances) int32 as they were added, that recover ``share`` of the
     softmax weights of ``rows`` (int64, rising numbers within the call): ``line_cover.cover_lines`` of each head with
     exact overlaps, for calls that :func:`saccade.ops.cpu.serves` allows and whose rows are the last positions."""
-    call = Call(q, kv, shape, scale, softcap, None)
+    call = Reads(q, kv, shape, scale, softcap, None)
     numbers, positions = rows.int().contiguous(), shape.q_start + rows.long()
     lines = torch.empty(2, shape.heads, shape.k_len, dtype=torch.int32)
     counts = torch.empty(shape.heads, 2, dtype=torch.int64)

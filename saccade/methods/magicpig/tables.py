@@ -13,7 +13,7 @@ from saccade.kv.view import KVView
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import Call, address, native
+from saccade.ops.cpu_structs import Reads, address, native
 from saccade.selection import Sampled, Shape, Tokens
 
 GUARD = 1e-4  # added to a key's chance before it divides; keys that are likelier missed than this are suppressed
@@ -138,7 +138,7 @@ def _draw(q: Tensor, kv: KVView, shape: Shape, tables: HashTables, asked: Tensor
     assert tables.buckets is not None
     starts, order = tables.buckets
     mean = tables.mean.contiguous()
-    call = Call(q, kv, shape, 1.0, None, None)
+    call = Reads(q, kv, shape, 1.0, None, None)
     counts = torch.empty(shape.heads, dtype=torch.int64, device="cpu")
     offsets = torch.empty(shape.heads + 1, dtype=torch.int64, device="cpu")
     room = shape.heads * shape.k_len  # memory that nothing is written to costs nothing

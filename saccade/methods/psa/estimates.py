@@ -53,21 +53,17 @@ def keys_in_few_bits(kv: KVView, bits: int) -> Labels:
     """Every channel of the keys in ``bits`` bits, each less its mean and over its deviation, both of the keys that
     there are: a few channels of wide range would take the bits of all others. Of fewer than 64 keys the channels
     themselves."""
-    channels = torch.arange(kv.head_dim, device=kv.device).repeat(kv.kv_heads, 1)
-    labels = Labels(channels, bits, frame=_frame(kv) if kv.length >= FRAMED else None)
+    count, frame = kv.length, None
+    if count >= FRAMED:
+        total = torch.zeros(kv.kv_heads, kv.head_dim, dtype=torch.float64, device=kv.device)
+        squares = torch.zeros_like(total)
+        for start in range(0, count, FRAME_KEYS):
+            keys = kv.keys(start, min(start + FRAME_KEYS, count)).double()
+            total, squares = total + keys.sum(1), squares + keys.square().sum(1)
+        mean = total / count
+        deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+        floor = deviation.mean(-1, keepdim=True) / 1024 + 1e-6
+        frame = torch.stack([mean, torch.maximum(deviation, floor)]).float()  # [2, kv_heads, head_dim]
+    labels = Labels(torch.arange(kv.head_dim, device=kv.device).repeat(kv.kv_heads, 1), bits, frame=frame)
     labels.extend(kv)
     return labels
-
-
-def _frame(kv: KVView) -> Tensor:
-    """Mean and deviation of each channel: fp32 [2, kv_heads, head_dim]."""
-    count = kv.length
-    total = torch.zeros(kv.kv_heads, kv.head_dim, dtype=torch.float64, device=kv.device)
-    squares = torch.zeros_like(total)
-    for start in range(0, count, FRAME_KEYS):
-        keys = kv.keys(start, min(start + FRAME_KEYS, count)).double()
-        total, squares = total + keys.sum(1), squares + keys.square().sum(1)
-    mean = total / count
-    deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
-    floor = deviation.mean(-1, keepdim=True) / 1024 + 1e-6
-    return torch.stack([mean, torch.maximum(deviation, floor)]).float()
