@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ from saccade import LLM
 from saccade.engine import config
 from saccade.engine.host import HostAttention
 from saccade.kv import view
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_arrive() -> None:
+    """A shell starts its background jobs with SIGINT ignored, which they and their children inherit: Ctrl-C of a test
+    would reach nobody."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -51,7 +51,7 @@ def terminal(*arguments: str) -> Iterator[pexpect.spawn]:
     child = pexpect.spawn(
         sys.executable,
         ["-m", "saccade", "chat", *arguments],
-        timeout=300,
+        timeout=60,
         encoding="utf-8",
         dimensions=(40, 200),
         env={**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"},
