@@ -34,6 +34,7 @@ class TileRegisters {
                 uint8_t rows[16] = {};
             } shapes;
             for (int i = 0; i < 8; ++i) shapes.bytes[i] = 64, shapes.rows[i] = kTileSide;
+            asm volatile("" : : "m"(shapes));  // GCC 12 knows of 8 bytes that are read, and drops stores to the rest
             _tile_loadconfig(&shapes);
         }
     }
