@@ -100,17 +100,26 @@ def windowed_attention(module, query, key, value, mask, dropout=0.0, scaling=1.0
 AttentionInterface.register("windowed", windowed_attention)
 
 
-def wrong_bytes(model: LlamaForCausalLM, text: str, facts: list[Fact], attention: str) -> list[str]:
-    """Asks for all facts, one a line, in one forward pass; returns what differs from the greedy continuation.
+def wrong_bytes(model: LlamaForCausalLM, text: str, facts: list[Fact], attention: str, after: int = 0) -> list[str]:
+    """Asks for all facts, one a line, in one forward pass, ``after`` so many positions; returns what differs from the
+    greedy continuation.
 
     Every byte of an answer must be the most likely one after the right bytes before it: then greedy decoding gives it.
     """
     questions = "".join(f"\n{fact.question} {fact.value}." for fact in facts)
     ids = encode(text + questions)
     assert len(questions.encode()) < TAIL
+    places = torch.arange(len(ids))
+    places[-len(questions.encode()) :] += after
     model.set_attn_implementation(attention)
     with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False, logits_to_keep=len(questions.encode()) + 1).logits[0]
+        logits = model(
+            torch.tensor([ids]),
+            torch.ones(1, len(ids), dtype=torch.long),  # without it a gap would begin another sequence
+            position_ids=places[None],
+            use_cache=False,
+            logits_to_keep=len(questions.encode()) + 1,
+        ).logits[0]
     model.set_attn_implementation("sdpa")
     guesses = logits[:-1].argmax(-1).tolist()
     wrong, row = [], 0
@@ -132,7 +141,7 @@ def test_every_fact_at_1k(model: LlamaForCausalLM, seed: int) -> None:
         assert is_correct(complete(model, f"{text}\n{fact.question}"), fact)
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_fact_at_8k(model: LlamaForCausalLM, seed: int) -> None:
     facts = make_facts(20, seed)  # dishes, numbers, towns with multi-byte letters; many sentences nearly alike
     assert wrong_bytes(model, document(8192, facts, seed), facts, "sdpa") == []
@@ -148,6 +157,13 @@ def test_the_windowed_forward_equals_the_ordinary_one(model: LlamaForCausalLM) -
     torch.testing.assert_close(windowed, ordinary, rtol=0, atol=1e-2 if model.dtype == torch.float32 else 1.0)
 
 
+def test_every_fact_from_32k_further_on(model: LlamaForCausalLM) -> None:
+    """The distance of 32K, and 2K of what lies there."""
+    facts = make_facts(8, seed=5)
+    assert wrong_bytes(model, document(2048, facts, seed=5), facts, "sdpa", after=32_768) == []
+
+
+@pytest.mark.thorough
 def test_every_fact_at_32k(model: LlamaForCausalLM) -> None:
     facts = make_facts(20, seed=5)
     assert wrong_bytes(model, document(32_768, facts, seed=5), facts, "windowed") == []
@@ -192,12 +208,12 @@ def test_what_was_never_read_ends_the_answer(model: LlamaForCausalLM, question: 
 # ---- retrieval, sparse
 
 
-@pytest.mark.slow
-def test_sparse_answers_equal_dense_and_a_window_fails() -> None:
+@pytest.mark.parametrize(("size", "count"), [(4000, 6), pytest.param(16_000, 10, marks=pytest.mark.thorough)])
+def test_sparse_answers_equal_dense_and_a_window_fails(size: int, count: int) -> None:
     llm_module = pytest.importorskip("saccade.llm")
     params_module = pytest.importorskip("saccade.engine.params")
-    facts = make_facts(10, seed=11)
-    text = document(16_000, facts, seed=11)
+    facts = make_facts(count, seed=11)
+    text = document(size, facts, seed=11)
     llm = llm_module.LLM(reference.NAME)
     params = params_module.SamplingParams(temperature=0.0, max_tokens=40, stop=["\n", ". "])
 
