@@ -245,19 +245,19 @@ def release_rows(tensor: Tensor, rows: Sequence[int]) -> None:
 
 def forget_file_pages(tensor: Tensor) -> None:
     """Give back the memory of a CPU tensor that is a file's, mapped and never written to; it is read again when it is
-    asked for. Other tensors stay as they are."""
-    if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
+    asked for. Other tensors stay as they are, and those of less than 16 pages, which are not worth the search."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if tensor.nbytes < 16 * page or tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
         return
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     try:
         with open("/proc/self/maps") as maps:
-            lines = [line.split() for line in maps]
+            areas = [line.split()[0] for line in maps if ".safetensors" in line]
     except OSError:
         return
-    page = os.sysconf("SC_PAGE_SIZE")
-    for area, *rest in lines:
+    for area in areas:
         low, high = (int(end, 16) for end in area.split("-"))
-        if low <= first and last <= high and len(rest) > 4 and rest[4].endswith(".safetensors"):
+        if low <= first and last <= high:
             start = -(-first // page) * page
             if last // page * page > start:
                 madvise = ctypes.CDLL(None).madvise

@@ -98,7 +98,7 @@ class Step:
         moves = method.follow or 0, method.sinks
         offsets, shared, searching = share(anchors, q[:, 0], method.tau, method.local, n, True, moves)
         k_of = torch.where(searching, method.budget(n), n)
-        chosen = Candidates(shape, offsets, shared, k_of, method.sinks, method.local, searching, most=n, hidden=hidden)
+        chosen = Candidates(shape, offsets, shared, k_of, method.sinks, method.local, searching, hidden=hidden)
         done = run(Call.of(q, view, chosen, want_weights=True), "reference")
         assert isinstance(done.used, Tokens)
         keep(
