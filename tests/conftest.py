@@ -54,8 +54,16 @@ def _auto_is_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads, room for 2048 positions, byte tokenizer."""
+    """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads of 16 channels, which the C++ kernels serve, room for
+    2048 positions, byte tokenizer."""
     return make_checkpoint("llama", tmp_path_factory.mktemp("tiny_llama"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def odd_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads of 12 channels, which the reference alone serves, row by row."""
+    settings = {"max_position_embeddings": 2048, "head_dim": 12}
+    return make_checkpoint("llama", tmp_path_factory.mktemp("odd_llama"), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +89,18 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
-    real = HostAttention.run
+    real, whole = HostAttention.run, HostAttention.whole
 
     def arm(happens: Callable[[], None], phase: str | None = None) -> None:
         def run(self, layer, *rest):
             out = real(self, layer, *rest)
             if layer == 1 and phase in (None, *(rows.scheduled.phase for rows in self.rows)):
                 monkeypatch.setattr(HostAttention, "run", real)
+                monkeypatch.setattr(HostAttention, "whole", whole)
                 happens()
             return out
 
         monkeypatch.setattr(HostAttention, "run", run)
+        monkeypatch.setattr(HostAttention, "whole", lambda self: None)  # one call of all layers has no middle
 
     return arm

@@ -14,7 +14,7 @@ from saccade.engine.core import Engine
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
+BLOCK_BYTES = KVFormat(torch.float32, 2, 16, 32).block_bytes
 LAYERS = 3
 FIVE = (  # each sparse at 200 tokens
     "dense",

@@ -117,7 +117,7 @@ def test_recorded_steps_are_audited_as_those_of_the_host_are(llm, folder, policy
 
 
 def test_a_preempted_request_is_audited_once_a_step(folder):
-    llm = make(folder, blocks=118)  # 22 of them, of 32 tokens and two layers
+    llm = make(folder, blocks=88)  # 22 of them, of 32 tokens and two layers
     params = SamplingParams(**{**PARAMS, "max_tokens": 30}, audit=1.0, seed=1)
     running = [start(llm, random_ids(200, seed), params, "topk(k=24)") for seed in (1, 2, 3)]
     finish(llm.engine)

@@ -32,9 +32,9 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def document(tmp_path: Path) -> Path:
-    """About 3,000 characters, the fact near the beginning; a byte-order mark and a last line break, as editors make."""
+    """About 1,400 characters, the fact near the beginning; a byte-order mark and a last line break, as editors make."""
     path = tmp_path / "document.txt"
-    path.write_text("\ufeff" + FILLER * 5 + FACT + " " + FILLER * 25 + "\n", encoding="utf-8")
+    path.write_text("\ufeff" + FILLER * 5 + FACT + " " + FILLER * 8 + "\n", encoding="utf-8")
     return path
 
 
@@ -284,7 +284,7 @@ def test_demo_compares_policies(capsys):
 
 
 def test_demo_reads_a_text_of_yours(capsys, tmp_path):
-    (tmp_path / "text.txt").write_text("The ferry left at noon, and nobody waved. " * 60, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("The ferry left at noon, and nobody waved. " * 25, encoding="utf-8")
     code, out, _ = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--facts", "2", "-p", "dense")
     assert code == 0
     assert "model: retriever" in out

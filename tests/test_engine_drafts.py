@@ -29,17 +29,11 @@ PASSES = ("each row by itself", "packed, apart", "packed, joined")
 
 
 @pytest.fixture(scope="module")
-def any_llm(request, tiny_llama, tmp_path_factory) -> LLM:
-    """Rows in passes of their own, or in one: attended one by one, or together where C++ kernels store (they read heads
-    of whole vectors)."""
+def any_llm(request, tiny_llama, odd_llama) -> LLM:
+    """Rows in passes of their own, or in one: attended one by one, or together where C++ kernels store."""
     if request.param == "each row by itself":
-        return make(tiny_llama)
-    folder = tiny_llama
-    if request.param == "packed, joined":
-        folder = make_checkpoint(
-            "llama", tmp_path_factory.mktemp("wide_llama"), max_position_embeddings=2048, head_dim=32
-        )
-    llm = make(folder, blocks=2000, exact=False)
+        return make(odd_llama)
+    llm = make(tiny_llama if request.param == "packed, joined" else odd_llama, blocks=2000, exact=False)
     row_by_row(llm.model.runner.llama)
     return llm
 

@@ -158,15 +158,15 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
 
 def test_a_pass_that_cannot_be_planned_lets_go_of_what_it_held(tiny_llama, prompts, monkeypatch):
     packed = make(tiny_llama, exact=False)
-    host, real, let_go = packed.engine.worker.host, HostBackend.attention, []
+    host, real, let_go = packed.engine.worker.host, HostBackend._attention, []
 
     def failing(self, step, *given):
         real(self, step, *given)  # which holds blocks by now
-        monkeypatch.setattr(HostBackend, "attention", real)
+        monkeypatch.setattr(HostBackend, "_attention", real)
         monkeypatch.setattr(host, "done", lambda: let_go.append(step) or HostBackend.done(host))
         raise MemoryError("no room for a plan")
 
-    monkeypatch.setattr(HostBackend, "attention", failing)
+    monkeypatch.setattr(HostBackend, "_attention", failing)
     output = packed.generate(prompts[0], GREEDY)[0]
     assert "no room for a plan" in output.error
     assert len(let_go) == 1

@@ -195,7 +195,7 @@ def test_a_constraint_holds(any_llm, prompts):
 def test_preempted_and_cancelled(tmp_path_factory):
     """A pool that holds two of the three answers: the last one yields, and computes all again."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("narrow"), max_position_embeddings=2048, head_dim=32)
-    roomy, tight = make(folder, blocks=2000, exact=True), make(folder, blocks=120, exact=True)
+    roomy, tight = make(folder, blocks=2000, exact=True), make(folder, blocks=90, exact=True)
     prompts = [random_ids(200, seed=seed) for seed in (1, 2, 3)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = [tokens(one) for one in roomy.generate(prompts, params)]

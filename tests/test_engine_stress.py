@@ -16,7 +16,7 @@ from saccade.engine.request import Request
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
+BLOCK_BYTES = KVFormat(torch.float32, 2, 16, 32).block_bytes
 POLICIES = (
     "dense",
     "topk(k=16)",

@@ -216,7 +216,7 @@ def test_others_that_need_the_blocks_take_them_from_a_suspended_chunk(folder, la
     with make(folder) as llm:
         first = start(llm, random_ids(55, seed=1), long)
         finish(llm.engine)
-    with suspending(folder, LAYERS * 7 * 32 // 12 + 2) as llm:  # seven blocks of 32 tokens a layer
+    with suspending(folder, LAYERS * 7 * 32 // 16 + 1) as llm:  # seven blocks of 32 tokens a layer
         stream = start(llm, random_ids(55, seed=1), long)
         while len(stream.output_ids) < 6:
             llm.engine.step()

@@ -77,7 +77,7 @@ def test_another_content_has_another(tiny_llama, tmp_path):
         (
             ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "rope_parameters.rope_theta=10000"),
             ({"rms_norm_eps": 1e-3}, "rms_norm_eps=1e-06, not 0.001"),
-            ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24}, "num_attention_heads=4, not 2"),
+            ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}, "num_attention_heads=4, not 2"),
         )
     ):
         other = identity(changed(tiny_llama, tmp_path / str(number), **fields))

@@ -16,7 +16,7 @@ from saccade.errors import CapacityError, PolicyError, RequestError, SaccadeErro
 from saccade.kv.format import KVFormat
 from saccade.machine import parse_bytes, show_bytes
 
-BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
+BLOCK_BYTES = KVFormat(torch.float32, 2, 16, 32).block_bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 

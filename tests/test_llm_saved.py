@@ -41,6 +41,12 @@ POLICIES = (
 FIRST, SECOND, THIRD = random_ids(201, seed=1), random_ids(33, seed=2), random_ids(70, seed=3)
 
 
+@pytest.fixture(scope="module")
+def other(tiny_llama):
+    """An engine that never saw what it restores."""
+    return make(tiny_llama)
+
+
 def same(ours, theirs) -> None:
     assert ours.error is None, ours.error
     assert tokens(ours) == tokens(theirs)
@@ -48,7 +54,7 @@ def same(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_restored_session_goes_on_bit_for_bit(llm, tiny_llama, tmp_path, policy):
+def test_a_restored_session_goes_on_bit_for_bit(llm, other, tmp_path, policy):
     with llm.session(policy=policy) as session:
         session.generate(FIRST, SCORED)
         session.generate(SECOND, SCORED)
@@ -56,7 +62,6 @@ def test_a_restored_session_goes_on_bit_for_bit(llm, tiny_llama, tmp_path, polic
         assert stat.S_IMODE((tmp_path / "talk").stat().st_mode) == 0o600
         said = session.token_ids
         expected = session.generate(THIRD, SCORED)
-    other = make(tiny_llama)
     restored = other.restore(tmp_path / "talk")
     assert restored.note is None
     assert restored.policy == Policy.parse(policy)
@@ -110,14 +115,14 @@ def test_an_evicted_session_saves_what_was_said(llm, tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     "policy", ["dense", "h2o(budget=48)", "flexprefill(gamma=0.5, block_size=64, min_budget=0)+lfps"]
 )
-def test_what_is_torn_is_computed_again_or_refused(llm, tiny_llama, tmp_path, policy):
+def test_what_is_torn_is_computed_again_or_refused(llm, other, tmp_path, policy):
     """Flipped bits, cut ends, garbage: the next turn is that of the session that stayed, or an error names the file."""
     path = tmp_path / "talk"
     with llm.session(policy=policy) as session:
         session.generate(FIRST, SCORED)
         session.save(path)
         expected = session.generate(SECOND, SCORED)
-    whole, rng, other = path.read_bytes(), random.Random(7), make(tiny_llama)
+    whole, rng = path.read_bytes(), random.Random(7)
     recomputed, refusals = 0, []
     for number in range(24):
         torn = bytearray(whole)

@@ -17,7 +17,7 @@ from saccade.errors import CapacityError, PolicyError, RequestError
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
+BLOCK_BYTES = KVFormat(torch.float32, 2, 16, 32).block_bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 POLICIES = (
     *(Policy.parse(case.methods()[0]).text for case in MATRIX),

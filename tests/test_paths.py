@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from test_cli import run
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -65,11 +64,11 @@ def test_rows_that_are_looked_at_are_chosen_for_one_by_one(folder):
     assert "no call for rows of many requests" in decode[0]["why"]
 
 
-def test_explain_tells_what_a_run_reports(folder):
+def test_explain_tells_what_a_run_reports(folder, capsys):
     options = ["-p", "topp(p=0.5)", "-m", str(folder), "--lengths", "40,90", "--json", "--kv-memory", "16MiB"]
-    command = [sys.executable, "-m", "saccade.cli.main", "explain", *options]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = json.loads(ran.stdout)
+    code, out, err = run(capsys, "explain", *options)
+    assert code == 0, err
+    rows = json.loads(out)
     assert [(row["tokens"], row["phase"], row["path"]) for row in rows] == [
         (length, phase, path) for length in (40, 90) for phase, path in (("prefill", CHUNK), ("decode", ROW))
     ]

@@ -39,7 +39,7 @@ CLOSE = 1e-4  # of log-probabilities
 
 
 def make(folder, ranks: int, **options) -> LLM:
-    memory = LAYERS * BLOCKS * KVFormat(torch.float32, 2 // ranks, 12, 32).block_bytes  # each rank's own
+    memory = LAYERS * BLOCKS * KVFormat(torch.float32, 2 // ranks, 16, 32).block_bytes  # each rank's own
     settings = {"dtype": "float32", "prefill_chunk": 64, "device": "cpu", "threads": 1, "kv_memory": memory}
     return LLM(folder, tensor_parallel_size=ranks, **{**settings, **options})
 

@@ -38,10 +38,10 @@ def llm(smollm2) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def text(llm) -> list[int]:
-    """600 tokens of prose."""
+    """400 tokens of prose."""
     prose = files("saccade").joinpath("eval/logbook.txt").read_text(encoding="utf-8")
-    ids: list[int] = llm.encode(prose)[:600]
-    assert len(ids) == 600
+    ids: list[int] = llm.encode(prose)[:400]
+    assert len(ids) == 400
     return ids
 
 
@@ -61,7 +61,7 @@ def test_dense_equals_transformers_at_every_position(llm, text, smollm2):
         if best[place - 1, 0] - best[place - 1, 1] > 1e-3:
             clear += 1
             assert min(found, key=lambda token: found[token].rank) == int(row.argmax())
-    assert clear > 570
+    assert clear > 380
     assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
 
 
@@ -83,7 +83,7 @@ def test_policies_read_less_and_go_on_with_the_text(llm, text, policy):
 
 def test_keys_and_values_in_8_bits_say_nearly_the_same(llm, text, smollm2):
     """Less than bfloat16 changes; and the answer goes another way only where two tokens are as good as equal."""
-    asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     with LLM(smollm2, dtype="float32", max_model_len=1024, kv_dtype="int8") as coded:
         outputs = [one.generate(text, asked, policy="dense")[0] for one in (llm, coded)]
     exact, found = (

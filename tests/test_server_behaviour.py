@@ -150,7 +150,7 @@ def test_a_quiet_stream_gives_signs_of_life(server, held):
 @pytest.mark.usefixtures("slowly")
 def test_a_request_ends_at_its_deadline(server):
     assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.2))[:2] == (408, "deadline_exceeded")
-    events = server.events("/v1/completions", {"prompt": [5, 6], **LONG, "deadline_seconds": 2})
+    events = server.events("/v1/completions", {"prompt": [5, 6], **LONG, "deadline_seconds": 0.7})
     assert events[-1] == "[DONE]"
     assert events[-2]["error"]["code"] == "deadline_exceeded"
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])
@@ -227,7 +227,7 @@ def test_a_busy_session_says_so(server, held):
 
 @pytest.mark.usefixtures("slowly")
 def test_a_server_that_ends_lets_requests_end_and_tells_those_that_do_not(tiny_llama):
-    with serving(make(tiny_llama), drain_seconds=4) as server:
+    with serving(make(tiny_llama), drain_seconds=1.5) as server:
         real = server.llm.engine.step
         server.llm.engine.step = lambda: (time.sleep(0.01), real())[1]
         answers: dict[int, list] = {}

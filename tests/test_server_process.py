@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from engine_helpers import BLOCK_BYTES, make
-from server_helpers import GREEDY, error, parsed, serving
+from server_helpers import GREEDY, error, parsed, serving, until
 from tiny_models import random_ids
 
 from saccade import SamplingParams
@@ -100,7 +100,7 @@ def test_a_client_that_goes_away_ends_its_request_there(server):
         "POST", "/v1/completions", json={"prompt": "x", **GREEDY, "max_tokens": 1900, "stream": True}
     ) as response:
         next(response.iter_lines())
-        assert server.serving.engine.statistics().running == 1
+        until(lambda: server.serving.engine.statistics().running == 1)
     server.idle(5)
     assert server.serving.engine.statistics().used_blocks == 0
     assert "num_requests_running" in server.client.get("/metrics").text

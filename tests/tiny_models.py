@@ -49,7 +49,7 @@ REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe"
 
 # What each family sets beyond the base, chosen so that every per-family step changes the logits.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True},
+    "llama": {"attention_bias": True, "head_dim": 16},  # whole vectors, which the C++ kernels serve
     "mistral": {"sliding_window": 7, "head_dim": 16},
     "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},

@@ -41,10 +41,9 @@ class StopText:
 
     def release(self, final: bool) -> str:
         """The text that may be shown now and was not before."""
-        end = len(self.text) if final else len(self.text) - max((one.length for one in self._beginnings), default=0)
-        fresh = self.text[self.shown : end]
-        self.shown = max(self.shown, end)
-        return fresh
+        held = 0 if final else max((one.length for one in self._beginnings), default=0)
+        start, self.shown = self.shown, max(self.shown, len(self.text) - held)  # what stopped it may be cut off already
+        return self.text[start : self.shown]
 
 
 class _Beginning:
