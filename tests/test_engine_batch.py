@@ -30,7 +30,9 @@ def test_i3_i4_a_mixed_batch_equals_solo_runs(llm, prompts, solo, order):
     assert [output.prompt_token_ids for output in outputs] == [prompts[i] for i in order]
 
 
-def test_a_batch_of_every_method_equals_solo_runs(llm, prompts):
+@pytest.mark.parametrize("model", ["tiny_llama", "odd_llama"])
+def test_a_batch_of_every_method_equals_solo_runs(request, model, prompts):
+    llm = make(request.getfixturevalue(model))
     ids = [prompts[i % len(prompts)] for i in range(len(EVERY))]
     alone = [tokens(llm.generate(one, GREEDY, policy=policy)[0]) for one, policy in zip(ids, EVERY)]
     assert [tokens(output) for output in llm.generate(ids, GREEDY, policy=EVERY)] == alone
