@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from covering import spread
 from helpers import MATRIX, MethodCase
 from streams import LAYERS, PROMPT, Stream, same
 
@@ -40,6 +41,15 @@ def of_case(case: MethodCase) -> list[Method]:
 
 METHODS_HERE = [*(method for case in MATRIX for method in of_case(case)), *map(parse_method, MORE)]
 EVERY = pytest.mark.parametrize("method", METHODS_HERE, ids=lambda method: method.text)
+
+
+def each_with(name: str, settings: list[Any]) -> pytest.MarkDecorator:
+    """Every method, with one of the settings in turn; with the others in ``make test-all``."""
+    return pytest.mark.parametrize(
+        ("method", name), spread(METHODS_HERE, settings), ids=lambda one: getattr(one, "text", None)
+    )
+
+
 GOOD, BAD, OTHER = 0, 1, 2  # texts: the sequence's own, what is rejected, and another way to go on
 
 
@@ -49,8 +59,7 @@ def test_every_decode_method_is_here():
     }
 
 
-@EVERY
-@pytest.mark.parametrize("rows", ["one by one", "layer by layer"])
+@each_with("rows", ["one by one", "layer by layer"])
 def test_after_a_rejection_a_stream_equals_one_that_never_saw_it(method, rows):
     """Twice: drafts whose first rows are good and then bad are cut off where they went wrong."""
     plain, drafted, history = Stream(method), Stream(method), StateHistory()
@@ -78,8 +87,7 @@ def test_after_a_rejection_a_stream_equals_one_that_never_saw_it(method, rows):
     assert same(drafted.states, plain.states)
 
 
-@EVERY
-@pytest.mark.parametrize("after", [0, 4])
+@each_with("after", [0, 4])
 def test_a_fork_and_its_original_go_their_own_ways(method, after):
     original = Stream(method)
     for _ in range(after):
@@ -108,9 +116,9 @@ def moved(value: Any) -> Any:
     return to(value, "cpu")
 
 
-@EVERY
-@pytest.mark.parametrize(("how", "after"), [(written_and_read, 0), (written_and_read, 4), (moved, 4)])
-def test_a_state_goes_on_as_if_it_had_never_left(method, how, after):
+@each_with("way", [(written_and_read, 0), (written_and_read, 4), (moved, 4)])
+def test_a_state_goes_on_as_if_it_had_never_left(method, way):
+    how, after = way
     plain, stream = Stream(method), Stream(method)
     for _ in range(after):
         assert plain.step(GOOD) == stream.step(GOOD)
