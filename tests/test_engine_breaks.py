@@ -28,7 +28,7 @@ LEARNING = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Heads of 12 channels, whose rows no kernel joins: every step goes layer by layer."""
-    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2, head_dim=12)
 
 
 @pytest.fixture(scope="module")

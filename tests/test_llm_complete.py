@@ -98,11 +98,11 @@ def test_decoded_tokens_must_be_new_and_follow_a_prefill(llm, decoded):
         session.complete([1, 2, 3], GREEDY, decoded=3)
 
 
-def test_a_method_with_state_begins_it_anew_for_every_question(tmp_path, monkeypatch):
+def test_a_method_with_state_begins_it_anew_for_every_question(odd_llama, monkeypatch):
     """A state that saw one question's rows must not choose for the next one's."""
     from saccade.methods.psa import PSA as Method
 
-    llm = make(make_checkpoint("llama", tmp_path, max_position_embeddings=2048))
+    llm = make(odd_llama)
     monkeypatch.setattr(Method, "begin", lambda self, segment: [])
     monkeypatch.setattr(
         Method, "observe", lambda self, query, selection, weights, state: state.append(query.shape.k_len)

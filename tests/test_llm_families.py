@@ -78,7 +78,7 @@ LONGROPE = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 LENGTHS = {
-    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE, "head_dim": 12}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
 }

@@ -188,7 +188,7 @@ def test_what_cannot_be_calibrated_is_one_line(arguments, says, capsys):
 def test_a_calibration_of_another_model_is_refused(tmp_path):
     from saccade.models.calibration import save_calibration
 
-    folder = make_checkpoint("llama", tmp_path / "model", max_position_embeddings=2048)
+    folder = make_checkpoint("llama", tmp_path / "model", max_position_embeddings=2048, head_dim=12)
     save_calibration(folder, "channels", [{"q": torch.ones(2, 99)} for _ in range(3)])
     with pytest.raises(PolicyError, match=r"another model.*saccade calibrate channels"):
         make(folder).generate(random_ids(20, seed=1), GREEDY, policy="double_sparsity")

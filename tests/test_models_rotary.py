@@ -26,7 +26,7 @@ def longrope(head_dim: int) -> dict:
 
 CASES = {
     "phi3": ("phi3", {"rope_parameters": longrope(12), "original_max_position_embeddings": TRAINED}),
-    "llama": ("llama", {"rope_parameters": longrope(12)}),
+    "llama": ("llama", {"rope_parameters": longrope(12), "head_dim": 12}),
     "dynamic": (
         "llama",
         {
