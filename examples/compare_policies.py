@@ -12,7 +12,7 @@ POLICIES = [
     "topk(k=64)",
 ]
 FACT = "The secret password of the lighthouse keeper is 7391-XKQ. "
-PROMPT = FACT + "Rain fell, and nobody spoke of the storm. " * 80 + "The secret password of the lighthouse keeper is"
+PROMPT = FACT + "Rain fell, and nobody spoke of the storm. " * 40 + "The secret password of the lighthouse keeper is"
 
 
 def main(model: str = "retriever") -> None:

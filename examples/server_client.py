@@ -6,7 +6,7 @@ from openai import OpenAI
 
 POLICIES = ["dense", "streaming(window=256)", "topk(k=64)"]
 FACT = "The secret password of the lighthouse keeper is 7391-XKQ. "
-PROMPT = FACT + "Rain fell, and nobody spoke of the storm. " * 80 + "The secret password of the lighthouse keeper is"
+PROMPT = FACT + "Rain fell, and nobody spoke of the storm. " * 40 + "The secret password of the lighthouse keeper is"
 
 
 def main(url: str = "http://localhost:8000/v1", key: str = "none") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import covered
+from covering import covered, spread
 from helpers import Planted, generator, planted_heads
 
 from saccade.kv.view import KVView
@@ -72,8 +72,7 @@ def test_float32_choices_are_torchs(name, pattern, rows, isa, monkeypatch):
         assert torch.equal(fast, slow)
 
 
-@pytest.mark.parametrize("isa", cpu.supported_isas())
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "isa"), spread(METHODS, cpu.supported_isas()))
 def test_bfloat16_choices_are_nearly_torchs(name, isa, monkeypatch):
     """Products of bfloat16 are exact in both; only sums and the exponential round differently."""
     for pattern in PATTERNS:

@@ -214,8 +214,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "exact"), spread(FAMILIES, [True, False]))
 def test_families(tmp_path, family, exact):
     folder = make_checkpoint(family, tmp_path / family, **FAMILIES[family])
     llm = LLM(folder, dtype="float32", kv_memory="4MiB", prefill_chunk=16, exact=exact)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_helpers import GREEDY, make, tokens
-from tiny_models import make_checkpoint, random_ids
+from tiny_models import random_ids
 
 from saccade.errors import RequestError
 

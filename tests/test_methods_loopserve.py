@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from covering import covered
 from helpers import Planted, generator, mass_of, planted_heads, run_method
 
 from saccade.errors import ModelError, PolicyError
@@ -172,10 +173,12 @@ def test_the_papers_bookkeeping_ends_and_never_claims_too_much(count, share):
     assert mass >= share * count - 1e-4
 
 
-@pytest.mark.parametrize("taken", ["overlap=exact", "overlap=paper", "take=round"])
-@pytest.mark.parametrize("alpha", [0.5, 0.9, 0.955, 0.995])
-@pytest.mark.parametrize(
-    ("rows", "samples", "last"), [(700, 64, 0), (700, 40, 24), (200, 256, 64), (65, 30, 40), (1, 256, 0)]
+@covered(
+    {
+        "taken": ["overlap=exact", "overlap=paper", "take=round"],
+        "alpha": [0.5, 0.9, 0.955, 0.995],
+        ("rows", "samples", "last"): [(700, 64, 0), (700, 40, 24), (200, 256, 64), (65, 30, 40), (1, 256, 0)],
+    }
 )
 def test_alpha_of_the_sampled_rows_is_kept(taken, alpha, rows, samples, last):
     n = 700

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from covering import spread
 from fp8_helpers import same
 from helpers import planted_heads
 
@@ -83,10 +84,10 @@ def test_the_centre_is_the_mean_of_spread_keys(n):
         assert one.isfinite().all()
 
 
-@pytest.mark.parametrize(("q_len", "n", "stride", "size"), SIZES)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_shares_and_lists_are_the_reference_s(q_len, n, stride, size, softcap, monkeypatch):
+@pytest.mark.parametrize(("sizes", "softcap"), spread(SIZES, [None, 5.0]))
+def test_shares_and_lists_are_the_reference_s(sizes, softcap, monkeypatch):
     """Of the same e4m3 rows; two heads at once."""
+    q_len, n, stride, size = sizes
     chunk = chunk_of(q_len, n)
     at = chunk.kv, chunk.shape, stride, size
     tiles = (n - 1) // stride - (n - q_len) // stride + 1

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from covering import spread
 from lfps_helpers import row_of
 
 from saccade.methods.device_state import REALS, WORDS, Opening
@@ -60,8 +61,7 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
     return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
 
 
-@pytest.mark.parametrize("short", [0, 8], ids=["by parts", "by one program"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
         (triton_row_candidates, {"SPAN": 128, "TILE": 8}),

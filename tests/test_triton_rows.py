@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from covering import covered
 from kv_helpers import view_with_heads_apart
 from module_oracle import with_modules
 from tiny_models import make_checkpoint, random_ids
@@ -59,12 +60,15 @@ def test_gated_activations_agree_with_the_function(dtype):
     agree(gated(far.clone(), torch.ones_like(far)), ACT2FN["silu"](far))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "turned", "normed"),
-    [(6, 2, 80, 80, False), (20, 3, 64, 32, False), (6, 2, 80, 80, True), (20, 3, 64, 64, True)],
-)
+@covered(
+    {
+        "dtype": DTYPES,
+        "rows": [3, 70],
+        ("heads", "kv_heads", "head_dim", "turned", "normed"): [
+            (6, 2, 80, 80, False), (20, 3, 64, 32, False), (6, 2, 80, 80, True), (20, 3, 64, 64, True),
+        ],
+    }
+)  # fmt: skip
 @torch.no_grad()
 def test_rotations_agree_with_the_function(dtype, rows, heads, kv_heads, head_dim, turned, normed):
     both = draw(rows, heads + kv_heads, head_dim, dtype=dtype)  # as a product of joined weights leaves them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from helpers import generator
 
 from saccade.engine.audit import Audit, AuditOptions, RowAudit
@@ -42,9 +43,7 @@ def brute_force(q, k, v, softcap, window):
     return weights @ v, scores.logsumexp(-1), weights @ v.norm(dim=-1)
 
 
-@pytest.mark.parametrize("isa", cpu.supported_isas() or [None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@covered({"isa": cpu.supported_isas() or [None], "dtype": [torch.float32, torch.bfloat16], "case": CASES})
 def test_truth_is_brute_force_to_float32_whatever_the_storage(case, dtype, isa):
     """Within 2e-5 of the greatest value: keys and queries are bfloat16, arithmetic is not."""
     length, width, heads, kv_heads, softcap, window, size = case
