@@ -54,7 +54,7 @@ def _auto_is_the_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads of 16 channels (which the C++ kernels serve), room
+    """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads of 16 channels (the C++ kernels serve them), room
     for 2048 positions, byte tokenizer."""
     return make_checkpoint("llama", tmp_path_factory.mktemp("tiny_llama"), max_position_embeddings=2048)
 

@@ -100,14 +100,15 @@ def test_drafts_lose_at_most_three_percent_of_plain_decoding():
     """Whatever steps cost and however few tokens stay: in batches, beside requests whose drafts are no good, with
     requests that end before anything is known of them, and with drafts that turn bad."""
     for padded in (False, True):
-        lost = {case: drive(*case, seed=number, padded=padded)[0] - 1.0 for number, case in enumerate(CASES)}
+        cases = CASES[padded :: 1 + padded]  # half of them on a device
+        lost = {case: drive(*case, seed=number, padded=padded)[0] - 1.0 for number, case in enumerate(cases)}
         worst = max(lost, key=lost.get)
         assert lost[worst] < 0.03, (padded, worst, lost[worst])
 
 
 @pytest.mark.parametrize(("batch", "padded"), [("one", False), ("alike", False), ("short", False), ("alike", True)])
 def test_drafts_that_gain_are_used(batch, padded):
-    for number, (draft, verify, chance) in enumerate(itertools.product((0.1, 0.3), VERIFY[:3], (0.8, 0.9, 0.98))):
+    for number, (draft, verify, chance) in enumerate(itertools.product((0.1, 0.3), VERIFY[:3], (0.8, 0.98))):
         rows = [2 ** math.ceil(math.log2(k + 1)) - 1 if padded else k for k in range(1, MOST + 1)]
         best = max(
             tokens_of_round(chance, k) / (k * draft + verify[0] + verify[1] * rows[k - 1]) for k in range(1, MOST + 1)

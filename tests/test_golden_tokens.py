@@ -4,6 +4,7 @@ over turns, in mixed batches, and on the reference backend."""
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,12 +68,14 @@ def test_a_batch_of_all_methods(engines, model, exact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", quick(MODELS, lambda model: model in ("llama", list(MODELS)[-1])))
-def test_the_reference_backend(engines, model):
+@pytest.mark.parametrize(
+    ("model", "half"),
+    quick(product(MODELS, (0, 1)), lambda model, half: (model, half) in (("llama", 0), (list(MODELS)[-1], 1))),
+)
+def test_the_reference_backend(engines, model, half):
     longest = max(case["prompts"][0][0] for case in ALONE[model])
-    check_batch(
-        engines(model, backend="reference"), [case for case in ALONE[model] if case["prompts"][0][0] == longest]
-    )
+    cases = [case for case in ALONE[model] if case["prompts"][0][0] == longest]
+    check_batch(engines(model, backend="reference"), cases[half::2])
 
 
 def test_what_decodes_sparsely_was_recorded_sparse():

@@ -35,7 +35,7 @@ def test_a_process_takes_what_it_says(tmp_path):
     folder = save_random_llama(tmp_path / "model", **MODEL)
     asked = [word for policy in (*POLICIES, *reversed(POLICIES[1:])) for word in ("--policy", policy)]
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), "--kv-memory", "16MiB", "--tokens", "600,150", *asked],
+        [sys.executable, str(SCRIPT), str(folder), "--kv-memory", "16MiB", "--tokens", "400,100", *asked],
         capture_output=True,
         text=True,
         timeout=300,

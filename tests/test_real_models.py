@@ -38,10 +38,10 @@ def llm(smollm2) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def text(llm) -> list[int]:
-    """400 tokens of prose."""
+    """320 tokens of prose."""
     prose = files("saccade").joinpath("eval/logbook.txt").read_text(encoding="utf-8")
-    ids: list[int] = llm.encode(prose)[:400]
-    assert len(ids) == 400
+    ids: list[int] = llm.encode(prose)[:320]
+    assert len(ids) == 320
     return ids
 
 
@@ -61,7 +61,7 @@ def test_dense_equals_transformers_at_every_position(llm, text, smollm2):
         if best[place - 1, 0] - best[place - 1, 1] > 1e-3:
             clear += 1
             assert min(found, key=lambda token: found[token].rank) == int(row.argmax())
-    assert clear > 380
+    assert clear > 300
     assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
 
 
