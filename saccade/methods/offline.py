@@ -5,25 +5,12 @@ A calibration sees each prefill chunk, in float32, and ends in fp32 tensors by n
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from saccade.methods import infinigen, labels, minference
 from saccade.methods.base import Chunk
 from saccade.methods.head_patterns import PatternSearch
-
-
-class Statistics(Protocol):
-    def add(self, chunk: Chunk) -> None: ...
-
-    def result(self) -> dict[str, Tensor]: ...
-
-    @staticmethod
-    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Of the result's tensors, by name."""
-        ...
 
 
 class ChannelMeans:
@@ -37,6 +24,7 @@ class ChannelMeans:
 
     @staticmethod
     def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Of the result's tensors, by name."""
         return dict.fromkeys("qk", (kv_heads, head_dim))
 
     def add(self, chunk: Chunk) -> None:
