@@ -1,10 +1,7 @@
-"""Rows of ``saccade bench generate`` as a table on the screen and in Markdown."""
+"""Rows of ``saccade bench generate`` as cells of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from saccade.bench.cells import as_markdown, print_cells
 from saccade.bench.generate import Row
 from saccade.bench.ttft import TRANSFORMERS
 
@@ -22,6 +19,8 @@ COLUMNS = (
     "rest ms",
     "floor ms",
 )
+
+WIDTH = 180
 
 
 def cells(row: Row) -> list[str]:
@@ -41,13 +40,3 @@ def cells(row: Row) -> list[str]:
         *parts,
         f"{row.floor_ms:.2f}",
     ]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    return as_markdown(COLUMNS, [cells(row) for row in rows])
-
-
-def print_generate(rows: Sequence[Row]) -> None:
-    """Print the rows."""
-    print_cells(COLUMNS, [cells(row) for row in rows], 180)

@@ -1,10 +1,7 @@
-"""Rows of ``saccade bench ttft`` as a table on the screen and in Markdown."""
+"""Rows of ``saccade bench ttft`` as cells of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from saccade.bench.cells import as_markdown, print_cells
 from saccade.bench.ttft import TRANSFORMERS, Row
 
 COLUMNS = (
@@ -20,6 +17,8 @@ COLUMNS = (
     "linear",
     "rest",
 )
+
+WIDTH = 164
 
 
 def cells(row: Row) -> list[str]:
@@ -38,13 +37,3 @@ def cells(row: Row) -> list[str]:
         f"{row.frozen:.3f}",
         *shares,
     ]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    return as_markdown(COLUMNS, [cells(row) for row in rows])
-
-
-def print_ttft(rows: Sequence[Row]) -> None:
-    """Print the rows."""
-    print_cells(COLUMNS, [cells(row) for row in rows], 164)
