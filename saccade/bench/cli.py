@@ -152,11 +152,10 @@ def ttft(
 ) -> None:
     """Time to first token, end to end: dense, transformers and methods, and where the time goes."""
     from saccade.bench import ttft as bench
-    from saccade.bench import ttft_table as table
 
     options.at_least("repeats", repeats, 1)
     asked = _EndToEnd(model, contexts, methods, dtype, threads, limit, chunk, clock, device, json_file, markdown_file)
-    asked.run(bench, table, bench.policy_at, 1, lambda row: f"{row.seconds:.2f} s", repeats=repeats)
+    asked.run(bench, bench.policy_at, 1, lambda row: f"{row.seconds:.2f} s", repeats=repeats)
 
 
 @app.command("generate")
@@ -180,14 +179,12 @@ def generate(
 ) -> None:
     """Tokens per second of decode, end to end: dense, transformers and methods, and where a step's time goes."""
     from saccade.bench import generate as bench
-    from saccade.bench import generate_table as table
     from saccade.methods import Policy
 
     options.at_least("tokens", tokens, 1)
     asked = _EndToEnd(model, contexts, methods, dtype, threads, limit, chunk, clock, device, json_file, markdown_file)
     asked.run(
         bench,
-        table,
         lambda text, _: Policy.parse(text),
         tokens + 64,
         lambda row: f"{row.ms_per_token:.2f} ms a token",
@@ -215,13 +212,12 @@ class _EndToEnd(NamedTuple):
     def run(
         self,
         bench: Any,
-        table: Any,
         parse: Callable[[str, int], object],
         room: int,
         said: Callable[[Any], str],
         **more: Any,
     ) -> None:
-        """Measure as the module ``bench`` does, and show rows as ``table`` does. ``parse``: a policy text at a context;
+        """Measure, and show rows, as the module ``bench`` does. ``parse``: a policy text at a context;
         ``room``: tokens that a model must take beyond the longest context; ``said``: what progress tells of a row."""
         import tempfile
 
@@ -256,10 +252,10 @@ class _EndToEnd(NamedTuple):
         bench.compare(rows)
         rows.sort(key=lambda row: row.context)
         write_facts(self.json_file, self.clock, rows, limits, device=where)
-        cells = [table.cells(row) for row in rows]
+        cells = [bench.cells(row) for row in rows]
         if self.markdown_file is not None:
-            write_text(self.markdown_file, as_markdown(table.COLUMNS, cells))
-        print_cells(table.COLUMNS, cells, table.WIDTH)
+            write_text(self.markdown_file, as_markdown(bench.COLUMNS, cells))
+        print_cells(bench.COLUMNS, cells, bench.WIDTH)
         if missing := len(lengths) * len(wanted) - len(rows):
             asked = missing + len(rows)
             typer.echo(f"{missing} of {asked} measurements did not begin within {self.limit:g} seconds")
