@@ -194,6 +194,8 @@ def test_tables_say_where_rows_lie(heads_apart):
         for head in range(G):
             rows = pool.storage.k[:, head].flatten(0, 1)
             assert torch.equal(rows[mapping[layer, head if heads_apart else 0]], k[layer, head, 13:37])
+    logical = kv.block_table[positions // SIZE] * SIZE + positions % SIZE
+    assert kv.logical_slots(13, 37) == logical.tolist()
     with pytest.raises(SaccadeError, match=r"no slots for tokens 0\.\.65: room is reserved for 64"):
         kv.logical_slots(0, 65)
 
