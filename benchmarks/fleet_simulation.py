@@ -8,24 +8,51 @@ many tokens as it has room for, and a turn computes what its replica does not ke
 go to the next replica on the ring, as Ray's router does. Half way, some replicas die at once, their streams break and
 are asked again; a quarter later as many are drained. The rates below are assumptions, and none was measured on a GPU:
 an 8B model on one, 20,000 prompt tokens a second, 50 answer tokens a second of each stream, contexts read from a shared
-disk at 100,000 tokens a second. Routes are those of saccade.server.routing, on its ring.
+disk at 100,000 tokens a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import hashlib
 import heapq
 import random
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
-from saccade.server.routing import Ring
 
 PREFILL, DECODE, DISK = 20_000.0, 50.0, 100_000.0  # tokens a second
 ROOM = 400_000  # tokens of keys and values of a replica
 AT_ONCE = 32  # turns of a replica
 PROMPTS = 2_000  # system prompts, of which the first is asked for most
 LIVELY = 0.35  # of all that replicas can take, that clients ask for where half of their tokens are cached
+
+
+class Ring:
+    """Consistent hashing of routes over replicas, by their names, as in Ray's router (Karger et al., STOC 1997).
+    ``points``: of each replica on the ring; the more, the evener are the shares."""
+
+    def __init__(self, replicas: Iterable[str], points: int = 100) -> None:
+        placed = sorted((_place(f"{name}:{number}"), name) for name in set(replicas) for number in range(points))
+        self._places = [place for place, _ in placed]
+        self._names = [name for _, name in placed]
+
+    def ranked(self, route: str, most: int = 3) -> Sequence[str]:
+        """The owner of a route, and then those that take its place while it cannot."""
+        ranked: list[str] = []
+        start = bisect.bisect(self._places, _place(route))
+        for offset in range(len(self._names)):
+            name = self._names[(start + offset) % len(self._names)]
+            if name not in ranked:
+                ranked.append(name)
+                if len(ranked) == most:
+                    break
+        return ranked
+
+
+def _place(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass

@@ -30,16 +30,6 @@ struct Summaries {
     int threads;
 };
 
-// The same of plain rows [heads, blocks * size, head_dim]: out [blocks, parts, heads, head_dim].
-struct RowSummaries {
-    Kind kind;
-    Storage storage, out_storage;
-    const void* rows;
-    void* out;
-    int64_t size, blocks, heads, head_dim;
-    int threads;
-};
-
 int64_t parts_of(Kind kind) { return kind == Kind::mean ? 1 : 2; }
 
 struct Job {
@@ -107,53 +97,29 @@ void summarize(Kind kind, float* x, int64_t rows, int64_t d, float* spare, float
     }
 }
 
-// One block of one KV head, whose row i begins at at(i) of `rows`; part p is written to out + p * stride.
-template <class At>
-void summarize_rows_of(Kind kind, const Pool& pool, bool values, int64_t size, void* out, Storage out_storage,
-                       int64_t first, int64_t stride, const At& at) {
-    const int64_t d = pool.head_dim;
-    auto* x = static_cast<float*>(thread_scratch((size + 4) * d * sizeof(float)));
-    float *spare = x + size * d, *parts = spare + 2 * d;
-    for (int64_t i = 0; i < size; ++i) get_row(pool, values, at(i), x + i * d);
-    summarize(kind, x, size, d, spare, parts);
-    for (int64_t part = 0; part < parts_of(kind); ++part) {
-        const float* from = parts + part * d;
-        const int64_t to = first + part * stride;
-        if (out_storage == Storage::fp32) std::copy(from, from + d, static_cast<float*>(out) + to);
-        else
-            for (int64_t c = 0; c < d; ++c) static_cast<uint16_t*>(out)[to + c] = to_half(from[c]);
-    }
-}
-
 void summarize_block(const Job& job, int64_t index) {
     const Pool& p = job.pool;
-    const int64_t blocks = job.s.last - job.s.first, layer = index / blocks, block = job.s.first + index % blocks;
-    const int64_t d = p.head_dim, each = p.kv_heads * d, count = parts_of(job.s.kind);
+    const Summaries& s = job.s;
+    const int64_t blocks = s.last - s.first, layer = index / blocks, block = s.first + index % blocks;
+    const int64_t d = p.head_dim, each = p.kv_heads * d, count = parts_of(s.kind);
+    auto* x = static_cast<float*>(thread_scratch((s.size + 4) * d * sizeof(float)));
+    float *spare = x + s.size * d, *parts = spare + 2 * d;
     for (int64_t head = 0; head < p.kv_heads; ++head) {
-        const int32_t* table = job.table.table + layer * job.s.layer_stride + head * job.table.table_head_stride;
-        summarize_rows_of(job.s.kind, p, job.s.of_values, job.s.size, reinterpret_cast<void*>(job.out[layer]),
-                          job.s.out_storage, block * count * each + head * d, each,
-                          [&](int64_t i) {
-                              const int64_t key = block * job.s.size + i, slot = table[key / p.page];
-                              return ((slot * p.kv_heads + head) * p.page + key % p.page) * row_width(p);
-                          });
+        const int32_t* table = job.table.table + layer * s.layer_stride + head * job.table.table_head_stride;
+        for (int64_t i = 0; i < s.size; ++i) {
+            const int64_t key = block * s.size + i, slot = table[key / p.page];
+            get_row(p, s.of_values, ((slot * p.kv_heads + head) * p.page + key % p.page) * row_width(p), x + i * d);
+        }
+        summarize(s.kind, x, s.size, d, spare, parts);
+        for (int64_t part = 0; part < count; ++part) {
+            const float* from = parts + part * d;
+            void* out = reinterpret_cast<void*>(job.out[layer]);
+            const int64_t to = (block * count + part) * each + head * d;
+            if (s.out_storage == Storage::fp32) std::copy(from, from + d, static_cast<float*>(out) + to);
+            else
+                for (int64_t c = 0; c < d; ++c) static_cast<uint16_t*>(out)[to + c] = to_half(from[c]);
+        }
     }
-}
-
-void summarize_plain(const RowSummaries& r) {
-    constexpr int64_t kPiece = 1 << 17;  // values
-    nb::gil_scoped_release release;
-    parallel_for(
-        r.blocks * r.heads, worth(r.blocks * r.heads * r.size * r.head_dim, kPiece, r.threads),
-        [](void* context, int64_t index) {
-            const RowSummaries& r = *static_cast<const RowSummaries*>(context);
-            const int64_t head = index / r.blocks, block = index % r.blocks, d = r.head_dim;
-            const Pool plain{r.rows, nullptr, 1, r.heads, d, 1, r.storage, RowFormat::plain};
-            summarize_rows_of(r.kind, plain, false, r.size, r.out, r.out_storage,
-                              (block * parts_of(r.kind) * r.heads + head) * d, r.heads * d,
-                              [&](int64_t i) { return ((head * r.blocks + block) * r.size + i) * d; });
-        },
-        const_cast<RowSummaries*>(&r));
 }
 
 // `out`: each layer's summaries [>= last, parts, kv_heads, head_dim].
@@ -187,16 +153,7 @@ void bind_summaries(nb::module_& m) {
          field<&Summaries::size>("size").within(1, kMostRows), field<&Summaries::first>("first"),
          field<&Summaries::last>("last"), field<&Summaries::layers>("layers").at_least(1),
          field<&Summaries::layer_stride>("layer_stride")});
-    bind_struct<RowSummaries>(
-        m, "RowSummaries",
-        {field<&RowSummaries::threads>("threads").at_least(1), field<&RowSummaries::kind>("kind").within(0, 3),
-         field<&RowSummaries::storage>("storage").within(0, 1),
-         field<&RowSummaries::out_storage>("out_storage").within(0, 1),
-         field<&RowSummaries::rows>("rows").or_null(), field<&RowSummaries::out>("out").or_null(),
-         field<&RowSummaries::size>("size").within(1, kMostRows), field<&RowSummaries::blocks>("blocks"),
-         field<&RowSummaries::heads>("heads").at_least(1), field<&RowSummaries::head_dim>("head_dim").at_least(1)});
     m.def("summarize_blocks", &summarize_blocks);
-    m.def("summarize_rows", &summarize_plain);
 }
 
 }  // namespace saccade

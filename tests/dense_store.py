@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.models.interface import LayerAttention, Runner, Segment
+from saccade.models.interface import LayerAttention, Segment
+from saccade.models.runner import HFRunner
 
 
 class DenseStore:
@@ -64,7 +65,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Te
 
 
 def run_packed(
-    runner: Runner, store: DenseStore, batch: dict[str, Sequence[int]], prompt_lengths: dict[str, int] | None = None
+    runner: HFRunner, store: DenseStore, batch: dict[str, Sequence[int]], prompt_lengths: dict[str, int] | None = None
 ) -> dict[str, Tensor]:
     """Append each sequence's new tokens in one packed pass; returns every new row's logits, [new tokens, vocab].
 
@@ -89,7 +90,7 @@ def run_packed(
 
 
 def greedy(
-    runner: Runner, store: DenseStore, prompts: dict[str, Sequence[int]], count: int, eos: Sequence[int] = ()
+    runner: HFRunner, store: DenseStore, prompts: dict[str, Sequence[int]], count: int, eos: Sequence[int] = ()
 ) -> dict[str, list[int]]:
     """Append the prompts together, then decode all sequences together, each to ``count`` tokens or an ``eos`` id."""
     out: dict[str, list[int]] = {name: [] for name in prompts}

@@ -13,11 +13,14 @@ from helpers import UNTIMED
 from torch import Tensor
 
 from saccade import LLM
+from saccade.engine.drafting import reserved, room
 from saccade.methods.base import Method
 from saccade.methods.state import MethodState
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_kernels import KernelSet
 from saccade.selection import Dense
+
+MOST = 16  # drafted tokens of a request in one step
 
 
 @dataclass
@@ -68,30 +71,45 @@ class Overlong(Perfect):
         return right[:most] + [5] * 40
 
 
-class Outside(Perfect):
-    """Right, and then not in the vocabulary."""
-
-    def guess(self, right: list[int], here: int, most: int) -> list[int]:
-        return [*right[: min(2, most - 1)], 10**6, 7]
-
-
-class Failing(Perfect):
-    def guess(self, right: list[int], here: int, most: int) -> list[int]:
-        raise RuntimeError("no idea")
-
-
 def other(token: int) -> int:
     return (token + 1) % 256
+
+
+def draft_by(engine: Any, drafter: Any) -> None:
+    """``engine`` adds what ``drafter`` guesses to its steps; nothing for None."""
+    own, ahead = engine.sparse_drafts, engine.scheduler
+    for one, name in ((own, "added"), (ahead, "goes_on")):
+        vars(one).pop(name, None)
+    if drafter is not None:
+        added = own.added
+        own.added = lambda batch: added(with_drafts(batch, drafter, engine.scheduler))
+        ahead.goes_on = lambda batch: False
+
+
+def with_drafts(batch: list[Any], drafter: Any, scheduler: Any) -> list[Any]:
+    """``batch`` as scheduled, with the drafts of requests that are to choose a token after a decode row. Their blocks
+    are reserved."""
+    spare = scheduler.max_batch_rows - sum(rows.length for _, rows in batch)
+    drafted = []
+    for request, rows in batch:
+        free = room(request, rows, scheduler, min(spare, MOST))
+        if free > 0:
+            drafts = tuple(drafter.draft(request.sequence.tokens, free)[:free])
+            if drafts and reserved(request, rows.stop + len(drafts)):
+                spare -= len(drafts)
+                rows = rows._replace(stop=rows.stop + len(drafts), all_logits=True, drafts=drafts)
+        drafted.append((request, rows))
+    return drafted
 
 
 @contextmanager
 def drafting(llm: LLM, drafter: Any):
     """``llm`` with a drafter."""
-    llm.engine.drafter = drafter
+    draft_by(llm.engine, drafter)
     try:
         yield drafter
     finally:
-        llm.engine.drafter = None
+        draft_by(llm.engine, None)
 
 
 def counted(report: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from saccade import LLM, SamplingParams
-from saccade.bench.generate import WARM, kv_bytes
+from saccade.bench.generate import COLUMNS, WARM, kv_bytes
 from saccade.bench.generate_kv import TAIL, plant, synthesize
-from saccade.bench.generate_table import COLUMNS
 from saccade.bench.ttft import TRANSFORMERS, prompt
 from saccade.cli.main import main
 from saccade.methods import Policy

@@ -12,11 +12,10 @@ import torch
 from helpers import generator, random_selection
 
 from saccade.bench.inputs import problem_of
-from saccade.bench.recall import decode
 from saccade.bench.recall.equal import at_equal_recall
 from saccade.bench.recall.families import FAMILIES, generate
 from saccade.bench.recall.ladders import DECODE, PREFILL, ladder, ladders
-from saccade.bench.recall.measure import RecallRow, Settings, layer_of, measure, prefill
+from saccade.bench.recall.measure import RecallRow, Settings, layer_of, measure, prefill, steps
 from saccade.bench.recall.table import markdown
 from saccade.bench.recall.truth import Oracle, Truth, sampled_rows, spread_blocks, true_weights
 from saccade.cli.main import main
@@ -225,11 +224,11 @@ def _chunk(problem):
 def test_decode_steps_see_their_own_keys_alone():
     settings, own = layer("decode", 5)
     assert own.truth.rows.tolist() == [1095, 1096, 1097, 1098, 1099]
-    done = decode.steps(settings, own, parse_method("streaming(window=100, sinks=4)"))
+    done = steps(settings, own, parse_method("streaming(window=100, sinks=4)"))
     for at, row in enumerate(own.truth.rows.tolist()):
         read = list(range(4)) + list(range(row - 99, row + 1))
         torch.testing.assert_close(done.kept[:, at], own.truth.weights[:, at, read].sum(-1), atol=1e-5, rtol=1e-4)
-    dense = decode.steps(settings, own, parse_method("dense"))
+    dense = steps(settings, own, parse_method("dense"))
     assert dense.error is not None
     assert float(dense.error.max()) < 1e-4
     assert done.error is not None
@@ -241,7 +240,7 @@ def test_every_decode_ladder_runs(text):
     """Methods with states, watching ones among them, over steps that follow each other."""
     settings, own = layer("decode", 3, times=False)
     name, method = ladder(text, "decode").steps[0]
-    done = decode.steps(settings, own, method)
+    done = steps(settings, own, method)
     assert done.kept.shape == (4, 3), name
     assert 0 < float(done.kept.mean()) <= 1.0001
     assert 0 < done.density <= 1

@@ -10,8 +10,7 @@ import torch
 
 from saccade import LLM
 from saccade.bench import ttft
-from saccade.bench.ttft import FIRST, at_density, policy_at, prompt
-from saccade.bench.ttft_table import COLUMNS
+from saccade.bench.ttft import COLUMNS, FIRST, at_density, policy_at, prompt
 from saccade.cli.main import main
 from saccade.engine.clock import Clock, timing
 from saccade.errors import SaccadeError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drafters import Perfect
+from drafters import Perfect, draft_by
 from engine_helpers import make, tokens
 from storm.breaks import Bench, breaks
 from tiny_models import make_checkpoint, random_ids
@@ -119,7 +119,7 @@ def test_blocks_that_cannot_be_had_for_drafts_are_gone_without(folder, monkeypat
     llm = make(folder, blocks=100)
     many = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = tokens(llm.generate(TURNS[0], many)[0])
-    llm.engine.drafter = Perfect([[*TURNS[0], *want]])
+    draft_by(llm.engine, Perfect([[*TURNS[0], *want]]))
     real, refused = SequenceKV.reserve, []
 
     def reserve(self, count):

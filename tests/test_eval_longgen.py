@@ -13,7 +13,8 @@ from saccade.errors import RequestError
 from saccade.eval.lengths import Lengths
 from saccade.eval.longgen import TASKS, VERSION, make
 from saccade.eval.longgen.tasks import SHOWN
-from saccade.eval.metrics import METRICS, last_line
+from saccade.eval.metrics import METRICS
+from saccade.eval.metrics.longgen import last_line
 from saccade.eval.render import gold_answer, render
 from saccade.eval.runner import prepare
 from saccade.eval.samples import Sample, Turn

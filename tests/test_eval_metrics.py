@@ -5,28 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from saccade.errors import RequestError
 from saccade.eval import stats
-from saccade.eval.metrics import (
-    METRICS,
+from saccade.eval.metrics import METRICS, score
+from saccade.eval.metrics.longbench import (
     classification_score,
     code_sim_score,
     count_score,
     dataset2metric,
-    longbench_score,
     normalize_answer,
     qa_f1_score,
     retrieval_score,
-    rouge_l,
-    rouge_l_recall,
     rouge_score,
-    score,
 )
 from saccade.eval.metrics.longgen import LINE_METRICS
+from saccade.eval.metrics.rouge import rouge_l, rouge_l_recall
+from saccade.eval.samples import Turn
+from saccade.eval.score import _score
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,7 @@ def test_code_similarity(prediction, truth, expected):
     assert code_sim_score(prediction, truth) == expected
 
 
-def test_longbench_takes_the_first_line_of_few_shot_sets_and_the_best_answer():
-    assert longbench_score("triviaqa", "\nParis\nRome", ["Rome", "Paris"]) == 1.0
-    assert longbench_score("hotpotqa", "\nParis\nRome", ["Paris"]) == pytest.approx(2 / 3)
-    assert longbench_score("trec", "City\nDate", ["City"], all_classes=["City", "Date"]) == 1.0
-    assert longbench_score("samsum", "a b\nc", ["a b"]) == pytest.approx(1.0)
-    assert longbench_score("qasper", "x", []) == 0.0
-    with pytest.raises(RequestError, match="narrativeqa"):
-        longbench_score("dureader", "x", ["x"])
+def test_longbench_has_a_scorer_for_each_set():
     assert len(dataset2metric) == 17
 
 
@@ -281,3 +274,12 @@ def test_statistics_refuse_what_they_cannot_do():
         stats.mean_interval([])
     with pytest.raises(RequestError, match="confidence=95"):
         stats.mean_interval([1.0], confidence=95)
+
+
+def test_the_first_line_of_few_shot_sets_is_scored_by_the_best_answer():
+    turn = Turn((), "?", ("Rome", "Paris"), "qa_f1_score", 4, meta={"first_line": True})
+    assert _score(turn, "\nParis\nRome", METRICS["qa_f1_score"]) == 1.0
+    assert _score(replace(turn, meta={}), "\nParis\nRome", METRICS["qa_f1_score"]) == pytest.approx(2 / 3)
+    classes = {"first_line": True, "all_classes": ["City", "Date"]}
+    named = replace(turn, answers=("City",), metric="classification_score", meta=classes)
+    assert _score(named, "City\nDate", METRICS["classification_score"]) == 1.0

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import RequestError
-from saccade.eval.metrics import normalize_answer, score
+from saccade.eval.metrics import score
+from saccade.eval.metrics.longbench import normalize_answer
 from saccade.eval.multiturn import SETS, build, generate, render
 from saccade.eval.multiturn.sets import SUMMARY
 from saccade.eval.multiturn.synthetic import NAMES

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.engine.observe import observing
-from saccade.eval.prehoc import FreezeBound, RecencyBound, SharingBound, verdict
 from saccade.ops.prehoc import divergence, drift, fit_changes, information_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from prehoc_bounds import FreezeBound, RecencyBound, SharingBound, verdict
 
 
 def entropy(weights: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from saccade.eval.samples import Sample, Turn
 from saccade.eval.suite import DROPPED, TASKS, make, worlds
 from saccade.eval.suite.rng import Rng
 from saccade.models.reference import vocabulary as v
-from saccade.models.reference.words_tokenizer import build_tokenizer
+from train.tokenizer import build_tokenizer
 
 ALL = {**TASKS, **DROPPED}
 KEY = r"([a-z]+ [a-z]+)"

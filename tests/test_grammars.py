@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chat_templates import SPECIALS, by_pieces, byte_level
+from drafters import draft_by
 from engine_helpers import finish, make
 from server_helpers import error, serving
 from tiny_models import EOS, VOCAB, make_checkpoint, random_ids
@@ -240,7 +241,7 @@ def test_slow_masks_of_drafted_rows_leave_the_answer_as_it_is(folder):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     want = llm.generate(random_ids(40, 3), params)[0].outputs[0].token_ids
     known = [*random_ids(40, 3), *want]
-    llm.engine.drafter = Guess()
+    draft_by(llm.engine, Guess())
     request = llm.engine.add(random_ids(40, 3), params, Policy.parse("dense"), constraint=Late())
     finish(llm.engine)
     assert (request.error, request.final_ids) == (None, want)

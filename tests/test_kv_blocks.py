@@ -165,7 +165,7 @@ def test_a_block_that_leaves_and_comes_back_is_found_again(heads_apart):
         save_kv(kv)
     with pytest.raises(SaccadeError, match="cannot be evicted"):
         pool.evict(1, [block], head)
-    assert (kv.slot_mapping(16, 32)[1, -1] == -1).all()
+    assert (kv.tables[1, -1, 1] == -1).all()
     assert torch.equal(kv.view(0).keys(), k[0])
     others = pool.allocate(1, owner := pool.new_owner())  # takes the slot that was left
     pool.release(others, owner)
@@ -183,19 +183,21 @@ def test_a_block_that_leaves_and_comes_back_is_found_again(heads_apart):
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])
-def test_slot_mappings_say_where_rows_lie(heads_apart):
+def test_tables_say_where_rows_lie(heads_apart):
     pool = pool_of(40, heads_apart=heads_apart)
     other, kv, (k, v) = SequenceKV(pool), SequenceKV(pool), draw(50, 2)
     other.reserve(20)
     append(kv, k, v)
-    mapping = kv.slot_mapping(13, 37)
-    assert mapping.shape == (LAYERS, G if heads_apart else 1, 24)
+    positions = torch.arange(13, 37)
+    mapping = kv.tables[:, :, positions // SIZE].long() * SIZE + positions % SIZE
     for layer in range(LAYERS):
         for head in range(G):
             rows = pool.storage.k[:, head].flatten(0, 1)
             assert torch.equal(rows[mapping[layer, head if heads_apart else 0]], k[layer, head, 13:37])
+    logical = kv.block_table[positions // SIZE] * SIZE + positions % SIZE
+    assert kv.logical_slots(13, 37) == logical.tolist()
     with pytest.raises(SaccadeError, match=r"no slots for tokens 0\.\.65: room is reserved for 64"):
-        kv.slot_mapping(0, 65)
+        kv.logical_slots(0, 65)
 
 
 @pytest.mark.parametrize("heads_apart", [False, True])

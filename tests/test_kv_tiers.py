@@ -479,8 +479,6 @@ def test_who_leaves_first():
     assert some[0] == some[1]  # chance, but the same in every run
     assert len(set(some[0])) == 3
     assert 15 not in some[0]
-    with pytest.raises(SaccadeError, match="clock, lru, fifo, random"):
-        Replacement(4, "mru")
 
 
 def test_what_is_read_round_and_round_is_kept_in_part_by_chance_alone():

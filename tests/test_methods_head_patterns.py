@@ -12,8 +12,8 @@ from saccade.cli.main import main
 from saccade.errors import PolicyError, RequestError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
-from saccade.methods.head_patterns import PatternSearch, candidates
 from saccade.methods.minference import A_SHAPE, BLOCKS, LINES, SIZES, MInference
+from saccade.methods.offline import PatternSearch, candidates
 from saccade.models.calibration import save_calibration
 from saccade.selection import Band, Dense, Mixed
 

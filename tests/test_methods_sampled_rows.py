@@ -13,7 +13,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.sampled_rows import SampledRows
 from saccade.ops import cpu, cpu_sums
-from saccade.ops.row_shares import _by_rows, row_shares, sampled_rows
+from saccade.ops.row_shares import _sums, row_shares, sampled_rows
 from saccade.selection import Blocks, Dense, Shape
 
 HEADS, KV_HEADS, D = 4, 2, 16
@@ -56,7 +56,7 @@ def test_shares_are_those_by_hand_on_every_kernel(rows, n, count, size, softcap)
     q, k, v = draw(rows, n, seed=n + rows)
     view, shape = KVView.from_tensors(k, v, 16, shuffle_seed=2), Shape.suffix(HEADS, KV_HEADS, rows, n)
     at = q, view, shape, count, size, D**-0.5, softcap
-    plain = _by_rows(*at)
+    plain = _sums(*at[:3], *sampled_rows(shape, count, size), *at[4:])
     every = {"torch": plain / plain.sum(-1, keepdim=True)}
     try:
         for isa in cpu.supported_isas():
@@ -75,7 +75,7 @@ def test_bfloat16_shares_on_every_kernel():
     q, k, v = (torch.randn(h, 700, 64, generator=torch.Generator().manual_seed(h)).bfloat16() for h in (4, 2, 2))
     view, shape = KVView.from_tensors(k, v, 32, shuffle_seed=1), Shape.suffix(4, 2, 450, 700)
     at = q[:, 250:], view, shape, 8, 128, 0.2
-    plain = _by_rows(*at, None)
+    plain = _sums(*at[:3], *sampled_rows(shape, 8, 128), *at[4:], None)
     try:
         for isa in cpu.supported_isas():
             cpu.set_isa(isa)

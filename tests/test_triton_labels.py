@@ -18,7 +18,7 @@ from saccade.ops.progressive import attend_ranking
 from saccade.ops.triton import progressive
 from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_guesses
 from saccade.ops.triton.batched_labels import estimate_labelled, label_keys
-from saccade.ops.triton.batched_ranking import rank_rows
+from saccade.ops.triton.batched_reading import rank_rows
 from saccade.ops.triton.common import kept_zeros
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Ranking, Shape

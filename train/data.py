@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from saccade.eval.suite import compose
+from saccade.eval.suite import compose, sections, worlds
+from saccade.eval.suite.compose import GIVEN, TAUGHT, Message
 from saccade.eval.suite.filler import NEWLINE, Prose, prose
 from saccade.eval.suite.rng import Rng
-from saccade.eval.suite.worlds import WORLDS, Item, Plan, Question, World
+from saccade.eval.suite.worlds import Item, Plan, Question, World
+from saccade.models.reference import vocabulary as v
 
 # What an answer token counts against a token of background. Keys and values in a context are noise and count nothing.
 WEIGHTS = np.array([0.05, 0.0, 1.0], dtype=np.float32)
@@ -50,7 +52,7 @@ def make_row(rng: Rng, task: str, length: int, source: Prose) -> Row:
             spare = length - compose.cost(world, stretches)
             if spare >= 0:
                 conversation = compose.messages(rng, world, depths, stretches, spare, source)
-                ids, kinds = compose.transcript(conversation)
+                ids, kinds = transcript(conversation)
                 return Row(task, np.array(ids, dtype=np.uint16), np.array(kinds, dtype=np.uint8))
             if most == 1:
                 break
@@ -63,13 +65,17 @@ def _world(rng: Rng, task: str, length: int, source: Prose) -> tuple[World, list
     most = max(1, min(48, int(length * (1 - share) / _QUESTION_COST.get(task, 16))))
     wanted = max(1, int(most * (0.3 + 0.7 * rng.random())))
     budget = int(length * share * (0.95 if rng.random() < 0.5 else 0.2 + 0.7 * rng.random()))
-    world = WORLDS[task](Plan(rng, budget, wanted, source, held_out=False))
+    world = _maker(task)(Plan(rng, budget, wanted, source, held_out=False))
     if task not in _ALONE and rng.random() < 0.3 and length >= 512:
         other = rng.choice([name for name in MIX if name not in _ALONE and name != "multikey_all"])
-        world = _merged(world, WORLDS[other](Plan(rng, budget // 4, max(1, wanted // 2), source, held_out=False)))
+        world = _merged(world, _maker(other)(Plan(rng, budget // 4, max(1, wanted // 2), source, held_out=False)))
         rng.shuffle(world.questions)
     depth = compose.place(rng, world)
     return world, depth, most
+
+
+def _maker(name: str) -> Callable[[Plan], World]:
+    return getattr(sections if hasattr(sections, name) else worlds, name)
 
 
 def _merged(first: World, second: World) -> World:
@@ -113,3 +119,18 @@ def _positions(rng: Rng, ids: np.ndarray, span: int) -> np.ndarray:
     for cut, gap in zip(cuts, (shares / shares.sum() * total).astype(np.int32)):
         positions[cut:] += gap
     return positions
+
+
+def transcript(conversation: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """Ids and kinds of the whole conversation, replies included, as the chat template writes it."""
+    ids, kinds = [v.BOS], [GIVEN]
+    for message in conversation:
+        ids.append(v.USER)
+        kinds.append(GIVEN)
+        for part, marks in message.parts():
+            ids += part
+            kinds += marks
+        reply = message.question.reply()
+        ids += [v.END, v.ASSISTANT, *reply, v.END]
+        kinds += [GIVEN, GIVEN, *[TAUGHT] * (len(reply) + 1)]
+    return ids, kinds

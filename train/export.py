@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
 from saccade.models.reference import vocabulary as v
-from saccade.models.reference.words_tokenizer import build_tokenizer
 from train.model import Shape
+from train.tokenizer import build_tokenizer
 
 
 def export(weights: dict[str, Tensor], shape: Shape, folder: Path) -> None:

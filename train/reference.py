@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.eval.suite.rng import Rng
 from train import data
 from train.export import export
 from train.model import SIZES, Model
@@ -141,11 +143,11 @@ class Run:
             return None
         stage = CURRICULUM[int(np.searchsorted(np.cumsum(self.steps), step, side="right"))]
         rng = data.Rng("length", self.options.seed, step)
-        length = stage.lengths[rng.weighted([share for _, share in stage.lengths])][0]
+        length = stage.lengths[weighted(rng, [share for _, share in stage.lengths])][0]
         rows = max(1, self.options.batch // length)
         mix = [held for start, held in self.mixes if start <= step][-1]
         names, weights = list(mix), list(mix.values())
-        tasks = [names[rng.weighted(weights)] for _ in range(rows)]
+        tasks = [names[weighted(rng, weights)] for _ in range(rows)]
         return ("train", self.options.seed, step), length, tasks, stage.span
 
     def rate(self) -> float:
@@ -242,6 +244,16 @@ class Run:
     def _stage(self) -> Stage:
         index = int(np.searchsorted(np.cumsum(self.steps), min(self.step, self.total - 1), side="right"))
         return CURRICULUM[index]
+
+
+def weighted(rng: Rng, weights: Sequence[float]) -> int:
+    """Index i with probability weights[i] / sum."""
+    left = rng.random() * sum(weights)
+    for index, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return index
+    return len(weights) - 1
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -151,38 +151,11 @@ def ttft(
     markdown_file: options.MarkdownFile = None,
 ) -> None:
     """Time to first token, end to end: dense, transformers and methods, and where the time goes."""
-    import tempfile
+    from saccade.bench import ttft as bench
 
-    from saccade.bench.timing import CLOCKS, torch_threads
-    from saccade.bench.ttft import TRANSFORMERS, Settings, compare, policy_at, run
-    from saccade.bench.ttft_table import markdown, print_ttft
-
-    chosen = options.storage(dtype)
-    options.choice("clock", clock, tuple(CLOCKS))
-    check_threads(threads)
     options.at_least("repeats", repeats, 1)
-    if chunk is not None:
-        options.at_least("chunk", chunk, 1)
-    where = options.device(device)
-    check_writable(json_file, "result file")
-    check_writable(markdown_file, "result file")
-    lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
-    for text in wanted:
-        if text != TRANSFORMERS:
-            policy_at(text, max(lengths))
-    rows = []
-    with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
-        path = model_folder(model, Path(folder), chosen, positions=max(lengths) + 1)
-        for row in run(Settings(path, model, lengths, wanted, chosen, threads, repeats, limit, chunk, clock, where)):
-            rows.append(row)
-            typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
-    compare(rows)
-    rows.sort(key=lambda row: row.context)
-    write_facts(json_file, clock, rows, device=where)
-    if markdown_file is not None:
-        write_text(markdown_file, markdown(rows))
-    print_ttft(rows)
-    _say_missing(len(lengths) * len(wanted), len(rows), limit)
+    asked = _EndToEnd(model, contexts, methods, dtype, threads, limit, chunk, clock, device, json_file, markdown_file)
+    asked.run(bench, bench.policy_at, 1, lambda row: f"{row.seconds:.2f} s", repeats=repeats)
 
 
 @app.command("generate")
@@ -205,60 +178,87 @@ def generate(
     markdown_file: options.MarkdownFile = None,
 ) -> None:
     """Tokens per second of decode, end to end: dense, transformers and methods, and where a step's time goes."""
-    import tempfile
-
-    from saccade.bench import limits as machine_limits
-    from saccade.bench.generate import Settings, compare, run
-    from saccade.bench.generate_table import markdown, print_generate
-    from saccade.bench.timing import CLOCKS, torch_threads
-    from saccade.bench.ttft import TRANSFORMERS
+    from saccade.bench import generate as bench
     from saccade.methods import Policy
 
-    chosen = options.storage(dtype)
-    options.choice("clock", clock, tuple(CLOCKS))
-    check_threads(threads)
     options.at_least("tokens", tokens, 1)
-    if chunk is not None:
-        options.at_least("chunk", chunk, 1)
-    where = options.device(device)
-    check_writable(json_file, "result file")
-    check_writable(markdown_file, "result file")
-    lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
-    for text in wanted:
-        if text != TRANSFORMERS:
-            Policy.parse(text)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
-        limits = machine_limits.measure(chosen, threads, clock, where)
-        path = model_folder(model, Path(folder), chosen, positions=max(lengths) + tokens + 64)
-        settings = Settings(
-            path,
-            model,
-            lengths,
-            wanted,
-            chosen,
-            threads,
-            repeats=1,
-            limit=limit,
-            chunk=chunk,
-            clock=clock,
-            device=where,
-            tokens=tokens,
-            synthetic=synthetic_kv,
-            read_gbps=limits["read_gbps"],
-        )
-        for row in run(settings):
-            rows.append(row)
-            typer.echo(
-                f"  {row.context} {row.method}: {row.ms_per_token:.2f} ms a token, density {row.density:.3f}", err=True
-            )
-    compare(rows)
-    rows.sort(key=lambda row: row.context)
-    write_facts(json_file, clock, rows, limits, device=where)
-    if markdown_file is not None:
-        write_text(markdown_file, markdown(rows))
-    print_generate(rows)
-    _say_missing(len(lengths) * len(wanted), len(rows), limit)
+    asked = _EndToEnd(model, contexts, methods, dtype, threads, limit, chunk, clock, device, json_file, markdown_file)
+    asked.run(
+        bench,
+        lambda text, _: Policy.parse(text),
+        tokens + 64,
+        lambda row: f"{row.ms_per_token:.2f} ms a token",
+        repeats=1,
+        tokens=tokens,
+        synthetic=synthetic_kv,
+    )
+
+
+class _EndToEnd(NamedTuple):
+    """The options that end-to-end measurements share."""
+
+    model: str
+    contexts: str
+    methods: str
+    dtype: str
+    threads: int
+    limit: float
+    chunk: int | None
+    clock: str
+    device: str
+    json_file: Path | None
+    markdown_file: Path | None
+
+    def run(
+        self,
+        bench: Any,
+        parse: Callable[[str, int], object],
+        room: int,
+        said: Callable[[Any], str],
+        **more: Any,
+    ) -> None:
+        """Measure, and show rows, as the module ``bench`` does. ``parse``: a policy text at a context;
+        ``room``: tokens that a model must take beyond the longest context; ``said``: what progress tells of a row."""
+        import tempfile
+
+        from saccade.bench import limits as machine_limits
+        from saccade.bench.cells import as_markdown, print_cells
+        from saccade.bench.timing import CLOCKS, torch_threads
+        from saccade.bench.ttft import TRANSFORMERS
+
+        chosen = options.storage(self.dtype)
+        options.choice("clock", self.clock, tuple(CLOCKS))
+        check_threads(self.threads)
+        if self.chunk is not None:
+            options.at_least("chunk", self.chunk, 1)
+        where = options.device(self.device)
+        check_writable(self.json_file, "result file")
+        check_writable(self.markdown_file, "result file")
+        lengths, wanted = options.lengths(self.contexts), options.parts(self.methods, ";")
+        for text in wanted:
+            if text != TRANSFORMERS:
+                parse(text, max(lengths))
+        rows, limits = [], None
+        with tempfile.TemporaryDirectory() as folder, torch_threads(self.threads):
+            if "tokens" in more:  # decode is held against the machine's bandwidth
+                limits = machine_limits.measure(chosen, self.threads, self.clock, where)
+                more["read_gbps"] = limits["read_gbps"]
+            path = model_folder(self.model, Path(folder), chosen, positions=max(lengths) + room)
+            more |= {"limit": self.limit, "chunk": self.chunk, "clock": self.clock, "device": where}
+            settings = bench.Settings(path, self.model, lengths, wanted, chosen, self.threads, **more)
+            for row in bench.run(settings):
+                rows.append(row)
+                typer.echo(f"  {row.context} {row.method}: {said(row)}, density {row.density:.3f}", err=True)
+        bench.compare(rows)
+        rows.sort(key=lambda row: row.context)
+        write_facts(self.json_file, self.clock, rows, limits, device=where)
+        cells = [bench.cells(row) for row in rows]
+        if self.markdown_file is not None:
+            write_text(self.markdown_file, as_markdown(bench.COLUMNS, cells))
+        print_cells(bench.COLUMNS, cells, bench.WIDTH)
+        if missing := len(lengths) * len(wanted) - len(rows):
+            asked = missing + len(rows)
+            typer.echo(f"{missing} of {asked} measurements did not begin within {self.limit:g} seconds")
 
 
 def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
@@ -303,8 +303,3 @@ def write_facts(
         facts["limits"] = {name: round(value, 3) for name, value in limits.items()}
     facts["rows"] = [row.as_dict() for row in rows]
     write_text(file, json.dumps(facts, indent=1) + "\n")
-
-
-def _say_missing(wanted: int, measured: int, limit: float) -> None:
-    if measured < wanted:
-        typer.echo(f"{wanted - measured} of {wanted} measurements did not begin within {limit:g} seconds")

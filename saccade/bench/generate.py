@@ -24,6 +24,23 @@ from saccade.methods import Policy
 WARM = 2  # decode steps before the first that counts
 WARM_GPU = 16  # the first ones compile kernels, and are recorded
 
+COLUMNS = (
+    "context",
+    "method",
+    "ms/token",
+    "tokens/s",
+    "x dense",
+    "x transformers",
+    "density",
+    "attention ms",
+    "selection ms",
+    "linear ms",
+    "rest ms",
+    "floor ms",
+)
+
+WIDTH = 180
+
 
 @dataclass
 class Row(Measured):
@@ -104,6 +121,25 @@ def compare(rows: Sequence[Row]) -> None:
         same = {other.method: other.tokens_per_s for other in rows if other.context == row.context}
         row.x_dense = row.tokens_per_s / same["dense"] if "dense" in same else None
         row.x_transformers = row.tokens_per_s / same[TRANSFORMERS] if TRANSFORMERS in same else None
+
+
+def cells(row: Row) -> list[str]:
+    """One row's cells in the order of ``COLUMNS``."""
+    ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.x_dense, row.x_transformers)]
+    timed = (row.attention_ms, row.selection_ms, row.linear_ms, row.rest_ms)
+    parts = ["-" if part is None else f"{part:.2f}" for part in timed]
+    if row.method == TRANSFORMERS:
+        parts[:2] = ["-", "-"]  # they are in its rest
+    return [
+        str(row.context),
+        row.method,
+        f"{row.ms_per_token:.2f}",
+        f"{row.tokens_per_s:.2f}",
+        *ratios,
+        f"{row.density:.3f}",
+        *parts,
+        f"{row.floor_ms:.2f}",
+    ]
 
 
 def _saccade(settings: Settings, llm: LLM, ids: list[int], made: SyntheticKV | None, method: str) -> Row:

@@ -30,6 +30,22 @@ WARM_TOKENS = 512
 CPU = torch.device("cpu")
 PARTS = ("attention", "selection", "linear")  # what is timed apart; "linear" is every nn.Linear, the head included
 
+COLUMNS = (
+    "context",
+    "method",
+    "seconds",
+    "x dense",
+    "x transformers",
+    "density",
+    "frozen",
+    "attention",
+    "selection",
+    "linear",
+    "rest",
+)
+
+WIDTH = 164
+
 
 @dataclass
 class Row(Measured):
@@ -146,6 +162,24 @@ def compare(rows: Sequence[Row]) -> None:
         same = {other.method: other.seconds for other in rows if other.context == row.context}
         row.x_own_dense = same["dense"] / row.seconds if "dense" in same else None
         row.x_transformers = same[TRANSFORMERS] / row.seconds if TRANSFORMERS in same else None
+
+
+def cells(row: Row) -> list[str]:
+    """One row's cells in the order of ``COLUMNS``; the last four are shares of its seconds."""
+    parts = (row.attention_s, row.selection_s, row.linear_s, row.rest_s)
+    shares = ["-" if part is None else f"{100 * part / row.seconds:.0f} %" for part in parts]
+    ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.x_own_dense, row.x_transformers)]
+    if row.method == TRANSFORMERS:
+        shares[:2] = ["-", "-"]  # they are in its rest
+    return [
+        str(row.context),
+        row.method,
+        f"{row.seconds:.2f}",
+        *ratios,
+        f"{row.density:.3f}",
+        f"{row.frozen:.3f}",
+        *shares,
+    ]
 
 
 def _saccade(settings: Settings, methods: Sequence[str], stop: float) -> Iterator[Row]:

@@ -14,7 +14,6 @@ from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
 from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
-from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
 from saccade.engine.masks import Masks
@@ -55,8 +54,7 @@ def new_request_id() -> int:
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided. ``drafter`` guesses
-    tokens ahead; another may take its place between two steps."""
+    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided."""
 
     def __init__(
         self,
@@ -65,14 +63,12 @@ class Engine:
         pool: BlockManager,
         max_model_len: int,
         exact: bool,
-        drafter: Drafter | None = None,
         link: RankLink | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
-        self.drafter = drafter
         self.link = link
         self.layers = model.spec.layers
         self.watch = Watch()
@@ -266,8 +262,6 @@ class Engine:
                     self.masks.wait()
                 return outputs
             self.slices.due = bool(self.scheduler.suspended)
-            if self.drafter is not None:
-                batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
             for request, _ in batch:
                 request.report.schedule(time.perf_counter())
             self.watch.begin({})
@@ -279,7 +273,7 @@ class Engine:
                 self.watch.bounds = self.auditing.bounds(batch)
                 self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
                 began = time.perf_counter()
-                ahead = self.worker.runs_ahead and self.drafter is None and self.scheduler.goes_on(batch)
+                ahead = self.worker.runs_ahead and self.scheduler.goes_on(batch)
                 step = step_input(batch)
                 result = self.worker.run(step, goes_on=True) if ahead else self.worker.run(step)
             except BaseException as error:  # some layers hold the new rows and others do not

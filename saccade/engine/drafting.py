@@ -1,4 +1,4 @@
-"""Speculation: a drafter guesses the next tokens of a request, and one step computes the rows of all guesses.
+"""Speculation: the next tokens of a request are guessed, and one step computes the rows of all guesses.
 
 The step's rows are settled one after the other, as if none were drafted: the request's own sampler chooses a token from
 each row's logits, and the row after it counts if its token was guessed right. A draw hangs on the token's place alone
@@ -11,44 +11,12 @@ Drafts take what is left: they displace no other row of the step, and neither pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from operator import index
-from typing import Protocol
 
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler
 from saccade.engine.step import ScheduledRequest
 
 logger = logging.getLogger(__name__)
-MOST = 16  # drafted tokens of a request in one step
-
-
-class Drafter(Protocol):
-    """Guesses what comes next. It runs on the engine's thread, between two steps."""
-
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow ``tokens``, a whole sequence, not to be changed; none without a guess.
-        What lies beyond ``most`` is ignored, and so is all from the first token on that is not in the vocabulary: no
-        sampler chooses it. If this raises, the step goes without drafts. The report says so in the last two cases."""
-        ...
-
-
-def with_drafts(
-    batch: list[tuple[Request, ScheduledRequest]], drafter: Drafter, scheduler: Scheduler, vocab_size: int
-) -> list[tuple[Request, ScheduledRequest]]:
-    """``batch`` as scheduled, with the drafts of requests that are to choose a token after a decode row. Their blocks
-    are reserved."""
-    spare = scheduler.max_batch_rows - sum([rows.length for _, rows in batch])
-    drafted = []
-    for request, rows in batch:
-        free = room(request, rows, scheduler, min(spare, MOST))
-        if free > 0:
-            drafts = _guesses(request, drafter, free, vocab_size)
-            if drafts and reserved(request, rows.stop + len(drafts)):
-                spare -= len(drafts)
-                rows = rows._replace(stop=rows.stop + len(drafts), all_logits=True, drafts=drafts)
-        drafted.append((request, rows))
-    return drafted
 
 
 def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: int) -> int:
@@ -84,21 +52,3 @@ def has_one_row(request: Request) -> bool:
         f"decode: '{request.policy.decode.text}' keeps a state that cannot be taken back, so nothing is drafted"
     )
     return True
-
-
-def _guesses(request: Request, drafter: Drafter, most: int, vocab_size: int) -> tuple[int, ...]:
-    """What ``drafter`` guesses, as far as it is of use."""
-    try:
-        drafts = [index(token) for token in drafter.draft(request.sequence.tokens, most)[:most]]
-    except Exception as error:
-        logger.debug("drafting failed", exc_info=True)
-        request.report.note(f"drafts: the drafter failed: {type(error).__name__}: {error}")
-        return ()
-    for place, token in enumerate(drafts):
-        if not 0 <= token < vocab_size:
-            request.report.note(
-                f"drafts: token id {token} is not an integer from 0 to {vocab_size - 1}; it and those after it were "
-                "ignored"
-            )
-            return tuple(drafts[:place])
-    return tuple(drafts)

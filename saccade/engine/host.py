@@ -19,7 +19,8 @@ from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import SkipCount, StepInput, StepResult, results_of
-from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, Runner, WholeRows
+from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, WholeRows
+from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
@@ -28,7 +29,7 @@ LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at on
 class HostBackend:
     """Serves every request, in one pass of ``runner`` (see engine.attention.AttentionBackend)."""
 
-    def __init__(self, setting: Setting, runner: Runner) -> None:
+    def __init__(self, setting: Setting, runner: HFRunner) -> None:
         self.setting, self.runner = setting, runner
         llama = getattr(runner, "llama", None)
         self._own_products = llama is not None and llama.has_row_kernels  # on few rows, by C++ kernels

@@ -15,7 +15,8 @@ from saccade.engine.pass_tokens import take_logits
 from saccade.engine.paths import path_of
 from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import ScheduledRequest, StepInput, StepResult
-from saccade.models.interface import Runner, ScoredRows, Segment
+from saccade.models.interface import ScoredRows, Segment
+from saccade.models.runner import HFRunner
 
 if TYPE_CHECKING:
     from saccade.engine.host import HostAttention
@@ -27,7 +28,7 @@ class HostPass:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: HFRunner,
         step: StepInput,
         result: StepResult,
         attention: HostAttention,
@@ -53,7 +54,7 @@ class HostPass:
             self._done()
 
     def steps(self) -> Generator[int, None, Tensor]:
-        """The layers one by one (models.interface.Runner.steps); its logits are to be given to :meth:`take`."""
+        """The layers one by one (models.runner.HFRunner.steps); its logits are to be given to :meth:`take`."""
         return self.runner.steps(self.step.input_ids, self.step.positions, self.attention, **self._asked)
 
     def take(self, logits: Tensor) -> None:

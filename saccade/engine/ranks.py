@@ -28,7 +28,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
-from saccade.models.interface import Runner
+from saccade.models.runner import HFRunner
 
 
 class Fork(NamedTuple):
@@ -172,7 +172,7 @@ class FirstRank(Worker):
     """The worker of the rank that has the engine. A step is the others', too; once one of them is gone every step
     raises RanksLost."""
 
-    def __init__(self, link: RankLink, runner: Runner, setting: Setting, exact: bool) -> None:
+    def __init__(self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool) -> None:
         super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link))
         self._link = link
 
@@ -198,7 +198,7 @@ class FirstRank(Worker):
 class OtherRank(Worker):
     """The worker of a rank without an engine, whose sequences have their blocks in ``pool``."""
 
-    def __init__(self, group: RankGroup, pool: BlockManager, runner: Runner, setting: Setting, exact: bool) -> None:
+    def __init__(self, group: RankGroup, pool: BlockManager, runner: HFRunner, setting: Setting, exact: bool) -> None:
         super().__init__(runner, setting, exact, cuda_graphs=False)
         self._group, self._pool = group, pool
 

@@ -4,7 +4,7 @@ verifies.
 A round is whole within one step of the engine. Draft steps are decode steps under the draft, of all requests that draft
 together; so a device records them. What they leave, tokens, keys and what the draft learned, is taken back before the
 verification, which computes the rows anew under ``lossless``: between two steps a sequence holds nothing that was only
-drafted. Settling then takes row after row as with any drafter (``drafting``).
+drafted. Settling then takes row after row (``drafting``).
 """
 
 from __future__ import annotations

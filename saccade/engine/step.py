@@ -268,12 +268,8 @@ def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list
 @dataclass
 class StepResult:
     """What a step did, by request id. ``fresh``: it was the first of its kind, or recorded, or made what a prompt had
-    left to be made, so the next one may take much less time. ``bytes_moved`` between tiers, ``misses`` (blocks that
-    were not resident) and ``waits`` (seconds that the step waited for them) belong to the step as a whole."""
+    left to be made, so the next one may take much less time."""
 
     requests: dict[int, RequestResult]
     seconds: float = 0.0
     fresh: bool = False
-    bytes_moved: int = 0
-    misses: int = 0
-    waits: float = 0.0

@@ -16,7 +16,7 @@ from saccade.engine.host_calls import Setting
 from saccade.engine.memories import Memories
 from saccade.engine.step import RequestResult, StepInput, StepResult, results_of
 from saccade.engine.suspended import Advanced, SuspendedPass
-from saccade.models.interface import Runner
+from saccade.models.runner import HFRunner
 from saccade.ops import triton
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Worker:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: HFRunner,
         setting: Setting,
         exact: bool = False,
         cuda_graphs: bool = True,
@@ -236,7 +236,7 @@ class Worker:
                 self._alone.broke(one.request_id)
 
 
-def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
+def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
     """The backend of recorded steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():

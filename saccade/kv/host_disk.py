@@ -8,34 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.disk import DiskTier, System
-from saccade.kv.format import KVFormat
 from saccade.kv.host import HostTier
-from saccade.kv.storage import KVStorage
+from saccade.kv.storage import CellStorage, KVStorage
 from saccade.kv.tier import Loading, Parts
 from saccade.machine import show_bytes
 
 LEAST_CELLS = 8  # of host memory
 RECORD = 1 << 20  # bytes that go to the disk together
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class HostCells:
-    """Host memory as the disk tier sees it: cells are its slots, from 0."""
-
-    format: KVFormat
-    k: Tensor
-    v: Tensor
 
 
 class HostAndDisk(HostTier):
@@ -60,7 +48,7 @@ class HostAndDisk(HostTier):
                     f"kv_host={show_bytes(max_bytes)} holds {self.cells} KV blocks, too few with a kv_disk behind it; "
                     f"give at least {LEAST_CELLS * self.cell_bytes} bytes"
                 )
-            self.disk = DiskTier(folder, disk_bytes, HostCells(self.format, self.k, self.v), system)
+            self.disk = DiskTier(folder, disk_bytes, CellStorage(self.k, self.v, self.format), system)
         except BaseException:
             super().close()
             raise

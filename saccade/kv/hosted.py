@@ -11,32 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.kv import rows
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.format import KVFormat
 from saccade.kv.host import HostTier
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
-from saccade.kv.rows import RowMover
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.sequence_summaries import SequenceSummaries
+from saccade.kv.storage import CellStorage
 from saccade.kv.tier import LostKV, TierFull
 from saccade.kv.view import KVView
 from saccade.machine import show_bytes
 
-HOST = torch.device("cpu")
 GROWN = 256  # blocks that a table has room for more
-
-
-@dataclass(frozen=True)
-class CellStorage:
-    """A host tier's cells, as kernels on a CPU know a pool's slots."""
-
-    k: Tensor
-    v: Tensor
-    format: KVFormat
-    mover: RowMover = rows
-    device: torch.device = HOST
 
 
 @dataclass(frozen=True)

@@ -18,33 +18,33 @@ THREADS = 16  # that do so: the pages are made and zeroed meanwhile
 
 class PinnedMemory:
     """``data``: uint8 [count] on the host. For a CUDA ``device`` it is pinned; kernels there reach it by its address.
-    Torch's own allocator of pinned memory would round the size up to a power of two. Raises CapacityError, naming
-    ``what``, where there is not so much memory, or the driver does not take it."""
+    Torch's own allocator of pinned memory would round the size up to a power of two. Raises CapacityError
+    where there is not so much memory, or the driver does not take it."""
 
-    def __init__(self, count: int, device: torch.device, what: str = "kv_host") -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         free = available_bytes()
         if count > free:
             raise CapacityError(
-                f"{what}={show_bytes(count)} is more than the {show_bytes(free)} of host memory that are available; "
+                f"kv_host={show_bytes(count)} is more than the {show_bytes(free)} of host memory that are available; "
                 "give less"
             )
         try:
             whole = torch.empty(count + HUGE_PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
-            raise CapacityError(f"{what}={show_bytes(count)} of host memory cannot be had; give less") from error
+            raise CapacityError(f"kv_host={show_bytes(count)} of host memory cannot be had; give less") from error
         ask_for_huge_pages(whole)
         self.data: Tensor = whole[-whole.data_ptr() % HUGE_PAGE :][:count]
         self._chunks: list[int] = []  # addresses that are registered
         self._end = weakref.finalize(self, _unregister, self._chunks, device)
         if device.type == "cuda":
-            self._register(device, what)
+            self._register(device)
 
     def close(self) -> None:
         """Give the memory back to the system, once nobody uses it."""
         self._end()
         self.data = self.data.new_empty(0)
 
-    def _register(self, device: torch.device, what: str) -> None:
+    def _register(self, device: torch.device) -> None:
         base, count = self.data.data_ptr(), self.data.numel()
         starts = range(base, base + count, CHUNK)
 
@@ -61,7 +61,7 @@ class PinnedMemory:
             self.close()
             _forget_error(device)
             raise CapacityError(
-                f"{what}={show_bytes(count)} of host memory cannot be pinned: the driver refused (error {failed}); "
+                f"kv_host={show_bytes(count)} of host memory cannot be pinned: the driver refused (error {failed}); "
                 "give less, or raise the limit on locked memory"
             )
 

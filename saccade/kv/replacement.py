@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from saccade.errors import SaccadeError, shown
-
 POLICIES = ("clock", "lru", "fifo", "random")
 Array = np.ndarray[Any, Any]
 
@@ -21,8 +19,6 @@ class Replacement:
     """Over ``slots`` slots. What a slot holds is a number of the caller's; -1 is nothing."""
 
     def __init__(self, slots: int, policy: str = "clock") -> None:
-        if policy not in POLICIES:
-            raise SaccadeError(f"kv_replacement={shown(policy)} is unknown; known: {', '.join(POLICIES)}")
         self.policy = policy
         self._held = np.full(slots, -1, dtype=np.int64)
         self._seen = np.zeros(slots, dtype=np.int64)  # clock: 1 is a second chance; else when it was used, or came

@@ -90,12 +90,6 @@ class SequenceKV:
         not resident."""
         return self._table.tables
 
-    def slot_mapping(self, start: int, stop: int) -> Tensor:
-        """Where the rows of tokens ``start .. stop - 1`` go: int64 [layers, kv_heads or 1, stop - start] on the
-        storage's device, each slot * block_size + offset, -1 where the block is not resident. Room for them must be
-        reserved: SaccadeError otherwise."""
-        return self._table.slot_mapping(start, stop)
-
     @property
     def hints(self) -> dict[int, int]:
         """See TieredView."""

@@ -7,6 +7,8 @@ BlockManager.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from saccade.kv import rows
 from saccade.kv.format import KVFormat
 from saccade.kv.rows import RowMover
 from saccade.machine import ask_for_huge_pages, show_bytes
+
+HOST = torch.device("cpu")
 
 
 class KVStorage:
@@ -59,3 +63,14 @@ class KVStorage:
             else:
                 heads = torch.arange(source.shape[1], device=self.device)
                 part[target, heads] = part[source, heads]
+
+
+@dataclass(frozen=True)
+class CellStorage:
+    """A host tier's cells, from 0, as kernels on a CPU and a disk behind it know a pool's slots."""
+
+    k: Tensor
+    v: Tensor
+    format: KVFormat
+    mover: RowMover = rows
+    device: torch.device = HOST

@@ -75,14 +75,6 @@ class BlockTable:
         positions = np.arange(start, stop)
         return (self.numbers[positions // size] * size + positions % size).tolist()
 
-    def slot_mapping(self, start: int, stop: int) -> Tensor:
-        """See SequenceKV."""
-        self._require_room(start, stop)
-        tables, size = self.tables, self._size
-        positions = torch.arange(start, stop, device=tables.device)
-        slots = tables[:, :, positions // size].long()
-        return torch.where(slots < 0, -1, slots * size + positions % size)
-
     def extend(self, blocks: list[int]) -> None:
         """Hold ``blocks`` after those there are."""
         have = len(self.ids)

@@ -1,7 +1,7 @@
 """MInference's online patterns (Jiang et al., 2024): vertical-slash lines and pooled block-sparse attention.
 
 The paper fixes a pattern and its sizes per head offline: ``pattern=searched`` reads those of ``saccade calibrate
-patterns`` (see head_patterns). The other patterns hold for all heads, by default with the sizes that its code gives a
+patterns`` (see offline). The other patterns hold for all heads, by default with the sizes that its code gives a
 head it has not searched. Differences from that code:
 
 * any appended chunk works: the sampled rows are the chunk's last ones and the block grid is anchored at position 0;

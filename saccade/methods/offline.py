@@ -5,25 +5,19 @@ A calibration sees each prefill chunk, in float32, and ends in fp32 tensors by n
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from saccade.errors import RequestError
 from saccade.methods import infinigen, labels, minference
 from saccade.methods.base import Chunk
-from saccade.methods.head_patterns import PatternSearch
+from saccade.methods.minference import A_SHAPE, BLOCKS, LINES, SIZES, MInference
+from saccade.ops import Call, run
+from saccade.selection import Dense
 
-
-class Statistics(Protocol):
-    def add(self, chunk: Chunk) -> None: ...
-
-    def result(self) -> dict[str, Tensor]: ...
-
-    @staticmethod
-    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Of the result's tensors, by name."""
-        ...
+KEYS = 512  # a row, where nothing else is asked for
+VERTICAL = (1 / 8, 1 / 4, 1 / 2, 7 / 8)  # shares of the keys that columns get; the rest are distances
+SINKS = 1 / 5  # of an a-shape's keys, as the paper's 1024 and 4096
 
 
 class ChannelMeans:
@@ -37,6 +31,7 @@ class ChannelMeans:
 
     @staticmethod
     def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Of the result's tensors, by name."""
         return dict.fromkeys("qk", (kv_heads, head_dim))
 
     def add(self, chunk: Chunk) -> None:
@@ -69,6 +64,46 @@ class Skew:
     def result(self) -> dict[str, Tensor]:
         _, vectors = torch.linalg.eigh(torch.as_tensor(self.gram))
         return {"skew": vectors.flip(-1).float()}
+
+
+def candidates(keys: int, block_size: int) -> list[tuple[int, int, int, int]]:
+    """(kind, columns, distances, blocks) of patterns that read ``keys`` keys a row."""
+    sinks = round(SINKS * keys)
+    lines = [(LINES, round(share * keys), keys - round(share * keys), 0) for share in VERTICAL]
+    return [(A_SHAPE, sinks, keys - sinks, 0), *lines, (BLOCKS, 0, 0, max(1, keys // block_size))]
+
+
+class PatternSearch:
+    """The pattern of each query head whose output has the least squared error, summed over the prompt's rows, ties to
+    the earlier candidate: fp32 [heads, 4] as ``candidates`` has them. Those read equally many keys a row, so that they
+    cost alike, and each is run as it would run in use (MInference, Alg. 1 and 3.2)."""
+
+    def __init__(self, keys: int = KEYS) -> None:
+        self.method = MInference(pattern="searched")
+        self.candidates = torch.tensor(candidates(keys, self.method.block_size), dtype=torch.float32, device="cpu")
+        self.keys, self.longest = keys, 0
+        self.errors: Tensor | float = 0.0
+
+    @staticmethod
+    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {SIZES: (heads, 4)}
+
+    def add(self, chunk: Chunk) -> None:
+        self.longest = max(self.longest, chunk.shape.k_len)
+        outputs = []
+        for one in self.candidates:
+            selection = self.method.of_sizes(chunk, one.expand(chunk.shape.heads, -1))
+            outputs.append(run(Call(chunk.q, chunk.kv, selection, chunk.scale, chunk.softcap)).out.double())
+        dense = run(Call(chunk.q, chunk.kv, Dense(chunk.shape), chunk.scale, chunk.softcap)).out.double()
+        self.errors = self.errors + torch.stack([(out - dense).square().sum((1, 2)) for out in outputs])
+
+    def result(self) -> dict[str, Tensor]:
+        if self.longest <= 2 * self.keys:
+            raise RequestError(
+                f"keys={self.keys} must be below half of the {self.longest} tokens looked at, or no pattern differs "
+                "much from reading everything; give a longer text, more --tokens or fewer --keys"
+            )
+        return {SIZES: self.candidates[torch.as_tensor(self.errors).argmin(0)]}
 
 
 def _keys(chunk: Chunk) -> Tensor:

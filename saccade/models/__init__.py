@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec, Runner, Segment
+from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec, Segment
+from saccade.models.runner import HFRunner
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel, load_model
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionContext",
+    "HFRunner",
     "LayerAttention",
     "LoadedModel",
     "ModelSpec",
-    "Runner",
     "Segment",
     "TextStream",
     "Tokenizer",

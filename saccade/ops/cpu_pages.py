@@ -16,31 +16,20 @@ __all__ = ["copy_blocks", "filler", "gather", "store", "summarize", "summarize_r
 
 KINDS = {"cuboid": 0, "minmax": 1, "mean": 2, "stored_mean": 2, "mean_value": 2, "moments": 3}
 LONGEST = 256  # keys of a block
+PAGE = 16  # keys of a slot, where plain rows are read as a pool
 
 
 def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
-    """See RowMover."""
-    if not rows.is_cpu or filler(rows.dtype, kind, block_size) is None:
-        return None
-    rows = rows.contiguous()
+    """See RowMover. Rows of a head are a layer of a pool with one KV head, block after block."""
     heads, count, head_dim = rows.shape
+    if not count or not rows.is_cpu or filler(rows.dtype, kind, block_size) is None:
+        return None
+    pool = torch.nn.functional.pad(rows, (0, 0, 0, -count % PAGE)).contiguous().view(-1, 1, PAGE, head_dim)
+    tables = torch.arange(len(pool), dtype=torch.int32, device="cpu").view(heads, 1, -1)
     blocks, dtype = count // block_size, kept_dtype(kind, rows.dtype)
-    made = torch.empty(blocks, PARTS[kind], heads, head_dim, dtype=dtype)
-    native.summarize_rows(
-        native.RowSummaries(
-            threads=torch.get_num_threads(),
-            kind=KINDS[kind],
-            storage=STORAGE[rows.dtype],
-            out_storage=STORAGE[dtype],
-            rows=rows.data_ptr(),
-            out=made.data_ptr(),
-            size=block_size,
-            blocks=blocks,
-            heads=heads,
-            head_dim=head_dim,
-        )
-    )
-    return made
+    made = torch.empty(heads, blocks, PARTS[kind], head_dim, dtype=dtype, device="cpu")
+    fill_summaries((pool, pool), rows.dtype, tables, kind, block_size, 0, blocks, list(made))
+    return made.permute(1, 2, 0, 3)
 
 
 def filler(dtype: torch.dtype, kind: str, block_size: int) -> Filler | None:

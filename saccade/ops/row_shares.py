@@ -43,7 +43,7 @@ def row_shares(
     if cpu_sums.serves_row_shares(q, kv, rows, block_size) is None:
         shares = cpu_sums.row_shares(q, kv, shape, rows, block_size, scale, softcap)
     else:
-        shares = _by_rows(q, kv, shape, rows, block_size, scale, softcap)
+        shares = _sums(q, kv, shape, *sampled_rows(shape, rows, block_size), block_size, scale, softcap)
     return shares / shares.sum(-1, keepdim=True)
 
 
@@ -89,10 +89,3 @@ def _sums(
             weights = row_weights(q, kv, shape, kv_head, which[part], scale, softcap)
             heads.index_add_(1, places[part], block_sums(weights, block_size))
     return sums
-
-
-def _by_rows(
-    q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None
-) -> Tensor:
-    """Sums over sampled rows, which :func:`row_shares` brings to a sum of 1."""
-    return _sums(q, kv, shape, *sampled_rows(shape, rows, block_size), block_size, scale, softcap)

@@ -35,10 +35,6 @@ class Replica:
         if not self.serving.engine.alive:
             raise SaccadeError(f"this replica cannot answer: {self.serving.engine.trouble}")
 
-    def queue_length(self) -> int:
-        """Samples that run and wait."""
-        return self.serving.admission.samples
-
     def close(self) -> None:
         """End what still runs, and the engine."""
         self.serving.drain()

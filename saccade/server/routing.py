@@ -1,17 +1,16 @@
 """Which replica a request belongs to: the one that has its keys and values, if any has.
 
 A request's *route* is a hash of the first of these that it has: the response that it goes on from, its session, its
-``prompt_cache_key``, and how its prompt begins. Equal routes go to one replica by consistent hashing, so that a replica
-that comes or goes moves its own share of routes alone (Karger et al., STOC 1997).
+``prompt_cache_key``, and how its prompt begins. Equal routes go to one replica, by the consistent hashing of Ray's
+router.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from saccade.server.errors import ApiError
@@ -88,29 +87,3 @@ def _tokens(given: list[Any]) -> bool:
 def _hashed(kind: str, owner: str, value: object) -> str:
     text = f"{kind}\0{owner}\0{value}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-class Ring:
-    """Consistent hashing of routes over replicas, by their names. ``points``: of each replica on the ring; the more,
-    the evener are the shares."""
-
-    def __init__(self, replicas: Iterable[str], points: int = 100) -> None:
-        placed = sorted((_place(f"{name}:{number}"), name) for name in set(replicas) for number in range(points))
-        self._places = [place for place, _ in placed]
-        self._names = [name for _, name in placed]
-
-    def ranked(self, route: str, most: int = 3) -> Sequence[str]:
-        """The owner of a route, and then those that take its place while it cannot."""
-        ranked: list[str] = []
-        start = bisect.bisect(self._places, _place(route))
-        for offset in range(len(self._names)):
-            name = self._names[(start + offset) % len(self._names)]
-            if name not in ranked:
-                ranked.append(name)
-                if len(ranked) == most:
-                    break
-        return ranked
-
-
-def _place(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -20,7 +20,7 @@ from saccade.ops import Call, run
 from saccade.ops.progressive import attend_ranking
 from saccade.ops.triton.batched_guesses import ordered_guesses
 from saccade.ops.triton.batched_labels import estimate_labelled
-from saccade.ops.triton.batched_ranking import rank_rows
+from saccade.ops.triton.batched_reading import rank_rows
 from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection.forms import Rule

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SACCADE_DEBUG", "1")
 
 import torch
-from drafters import Erring
+from drafters import Erring, draft_by
 from kv_helpers import check_blocks
 from storm.faults import KINDS, Plant
 from tiny_models import make_checkpoint, random_ids
@@ -148,7 +148,7 @@ class Case:
         engine, rng = self.bench.engine, self.rng
         self.number = engine.sessions.open()
         drafts = rng.random() < 0.3 and not self.script.policy.text.startswith("lossless")
-        engine.drafter = Erring(self.script.contexts) if drafts else None
+        draft_by(engine, Erring(self.script.contexts) if drafts else None)
         try:
             for at in range(len(self.script.turns)):
                 for attempt in range(rng.choice((0, 1, 1, 2)), -1, -1):
@@ -157,7 +157,7 @@ class Case:
                 else:
                     return
         finally:
-            engine.drafter = None
+            draft_by(engine, None)
             engine.sessions.forget(self.number)
             for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
                 engine.cancel(request)

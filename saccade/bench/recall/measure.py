@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from saccade.bench.inputs import Problem
 from saccade.bench.measured import Measured
 from saccade.bench.recall.ladders import Ladder
 from saccade.bench.recall.truth import Oracle, Truth, sampled_rows, spread_blocks, true_weights
-from saccade.bench.timing import median_ms
+from saccade.bench.timing import CLOCKS, median_ms
 from saccade.errors import SaccadeError
-from saccade.methods import Chunk, Method, parse_method
+from saccade.methods import Chunk, Method, Query, parse_method
 from saccade.ops import Call, Result, run
 from saccade.selection import Corrected, Selection
 
@@ -116,9 +117,7 @@ def measure(
 ) -> Iterator[RecallRow]:
     """Dense, then every ladder's methods over all layers of an input. A method that refuses the input is said to
     ``say`` and left out."""
-    from saccade.bench.recall import decode  # which builds on this module
-
-    runner: Runner = prefill if settings.phase == "prefill" else decode.steps
+    runner: Runner = prefill if settings.phase == "prefill" else steps
     layers = [layer_of(settings, problem) for problem in problems]
     oracle = Oracle.together([_oracle(settings, layer) for layer in layers])
     shape = problems[0].shape
@@ -190,6 +189,48 @@ def prefill(settings: Settings, layer: Layer, method: Method) -> Done:
     ran = results[0]
     error = relative(ran.out[:, rows.to(ran.out.device)], layer.out)
     return Done(layer.truth.kept(ran.used), ran.used.density(), error, choosing, attention, ran.backend)
+
+
+def steps(settings: Settings, layer: Layer, method: Method) -> Done:
+    """Decode steps as the host path takes them: one for each sampled row, which are the last ones, after a prompt of
+    all rows before. Times are medians over the steps; choosing counts what the method learns, too."""
+    problem, rows, now = layer.problem, layer.truth.rows, CLOCKS[settings.clock]
+    view = problem.views[0]
+    state = opened(method, problem, int(rows[0]))
+    kept, errors, densities, choosing, attention = [], [], [], [], []
+    backend = "-"
+    for step, row in enumerate(rows.tolist()):
+        seen = view.upto(row + 1)
+        q = problem.q[:, row : row + 1]
+        sync(problem)
+        began = now()
+        query = Query.of(q, seen, step=step)
+        selection = method.select_decode(query, state)
+        sync(problem)
+        chosen = now()
+        ran = run(Call.of(q, seen, selection, threads=settings.threads, want_weights=method.wants_weights))
+        sync(problem)
+        attended = now()
+        method.observe(query, ran.used, ran.weights, state)
+        sync(problem)
+        ended = now()
+        choosing.append(1000 * (chosen - began + ended - attended))
+        attention.append(1000 * (attended - chosen))
+        one = layer.truth.row(step, row + 1)
+        kept.append(one.kept(ran.used))
+        errors.append(relative(ran.out, layer.out[:, step : step + 1]))
+        densities.append(ran.used.density())
+        backend = ran.backend
+    times = (statistics.median(choosing), statistics.median(attention)) if settings.times else (0.0, 0.0)
+    return Done(torch.cat(kept, 1), statistics.fmean(densities), torch.cat(errors, 1), *times, backend)
+
+
+def opened(method: Method, problem: Problem, length: int) -> Any:
+    """The method's state after a prompt of the first ``length`` rows."""
+    view = problem.views[0].upto(length)
+    past = method.watch(Chunk.of(problem.q[:, :length], view)) if method.watches else None
+    tail = min(length, max(1, method.tail_rows))
+    return method.begin(Chunk.of(problem.q[:, length - tail : length], view, past=past))
 
 
 def relative(out: Tensor, true: Tensor) -> Tensor:

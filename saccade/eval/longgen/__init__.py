@@ -7,13 +7,14 @@ depth goes round the tenths of the context with the index, or scattered over all
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import split_sentences
 from saccade.eval.lengths import LEAST, Lengths, fit
-from saccade.eval.longgen.filler import Filler
 from saccade.eval.longgen.tasks import SHOWN, TASKS, Draft
 from saccade.eval.natural.texts import Words
+from saccade.eval.ruler.drafts import place
 from saccade.eval.samples import Sample, Turn
 from saccade.eval.suite.rng import Rng
 
@@ -49,7 +50,7 @@ def make(
     chosen = TASKS[task]
     rng = Rng("longgen", VERSION, task, length, seed, index)
     count_tokens = lengths.count_tokens
-    filler = Filler(Words(haystack, length, rng.below(2**32)))
+    filler = _Filler(Words(haystack, length, rng.below(2**32)))
     drawn = chosen.drawn(rng, index)
     draft = drawn(_lines(drawn, chosen.most, length, count_tokens))
     answers = draft.lines[SHOWN:]
@@ -91,3 +92,21 @@ def _lines(drawn: Callable[[int], Draft], most: int, length: int, count_tokens: 
 
 def _text(lines: tuple[str, ...]) -> str:
     return "".join(line + "\n" for line in lines)
+
+
+class _Filler:
+    """A text's first so many words, cut so that a sample has its length, with blocks among its sentences."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self.most = words.most
+
+    def around(self, words: int, head: str, blocks: Sequence[str], depths: Sequence[float]) -> str:
+        """``head``, then ``words`` words with ``blocks[i]`` as a paragraph at the share ``depths[i]`` of them."""
+        own = set(blocks)
+        paragraphs: list[list[str]] = [[head], []]
+        for unit in place(split_sentences(self._words.first(words)), blocks, depths):
+            paragraphs += [[unit], []] if unit in own else []
+            if unit not in own:
+                paragraphs[-1].append(unit)
+        return "".join(" ".join(units) + "\n\n" for units in paragraphs if units)

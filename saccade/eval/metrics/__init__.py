@@ -18,68 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.eval.metrics.infinitebench import (
-    first_digits,
-    first_number,
-    holds_word,
-    marked_option,
-    names_word,
-    option_letter,
-    qa_f1_characters,
-    rouge_lsum,
-)
-from saccade.eval.metrics.longbench import (
-    classification_score,
-    code_sim_score,
-    count_score,
-    dataset2metric,
-    f1_score,
-    longbench_score,
-    normalize_answer,
-    qa_f1_score,
-    retrieval_score,
-    rouge_score,
-)
-from saccade.eval.metrics.longgen import aligned_lines, last_line, running_lines
-from saccade.eval.metrics.rouge import rouge_l, rouge_l_recall
-from saccade.eval.metrics.suite import (
-    exact,
-    iou,
-    ordered,
-    prefix,
-    recall,
-    string_match_all,
-    string_match_part,
-    token_accuracy,
-)
-
-__all__ = [
-    "METRICS",
-    "aligned_lines",
-    "classification_score",
-    "code_sim_score",
-    "count_score",
-    "dataset2metric",
-    "exact",
-    "f1_score",
-    "iou",
-    "last_line",
-    "longbench_score",
-    "normalize_answer",
-    "ordered",
-    "prefix",
-    "qa_f1_score",
-    "recall",
-    "retrieval_score",
-    "rouge_l",
-    "rouge_l_recall",
-    "rouge_score",
-    "running_lines",
-    "score",
-    "string_match_all",
-    "string_match_part",
-    "token_accuracy",
-]
+from saccade.eval.metrics import infinitebench, longbench, longgen, rouge, suite
 
 
 def _whole(scorer: Callable[..., float]) -> Callable[..., float]:
@@ -92,37 +31,23 @@ def _best(scorer: Callable[..., float]) -> Callable[..., float]:
     return lambda prediction, references, **options: max(scorer(prediction, one, **options) for one in references)
 
 
+_WHOLE = (
+    *(suite.exact, suite.prefix, suite.recall, suite.iou, suite.ordered, suite.token_accuracy),
+    *(suite.string_match_all, suite.string_match_part, longgen.running_lines, longgen.aligned_lines),
+)
+_BEST = (
+    *(longbench.qa_f1_score, longbench.rouge_score, rouge.rouge_l_recall, longbench.count_score),
+    *(longbench.retrieval_score, longbench.code_sim_score, longbench.classification_score),
+)
+_PLAIN = (
+    *(infinitebench.first_digits, infinitebench.first_number, infinitebench.holds_word, infinitebench.names_word),
+    *(infinitebench.option_letter, infinitebench.marked_option, infinitebench.qa_f1_characters),
+    infinitebench.rouge_lsum,
+)
 METRICS: dict[str, Callable[..., float]] = {
-    **{
-        scorer.__name__: _whole(scorer)
-        for scorer in (exact, prefix, recall, iou, ordered, token_accuracy, string_match_all, string_match_part)
-    },
-    **{scorer.__name__: _whole(scorer) for scorer in (running_lines, aligned_lines)},
-    **{
-        scorer.__name__: _best(scorer)
-        for scorer in (
-            qa_f1_score,
-            rouge_score,
-            rouge_l_recall,
-            count_score,
-            retrieval_score,
-            code_sim_score,
-            classification_score,
-        )
-    },
-    **{
-        scorer.__name__: scorer
-        for scorer in (
-            first_digits,
-            first_number,
-            holds_word,
-            names_word,
-            option_letter,
-            marked_option,
-            qa_f1_characters,
-            rouge_lsum,
-        )
-    },
+    **{scorer.__name__: _whole(scorer) for scorer in _WHOLE},
+    **{scorer.__name__: _best(scorer) for scorer in _BEST},
+    **{scorer.__name__: scorer for scorer in _PLAIN},
 }
 
 

@@ -1,8 +1,8 @@
 """LongBench v1's English and code scorers under LongBench's own names (``metrics.py`` of THUDM/LongBench, MIT).
 
 Every scorer is ``(prediction, ground_truth, **kwargs) -> 0..1`` and has the original's odd cases; keyword arguments a
-scorer does not know are ignored, so that one call serves all sets. ``score`` adds what LongBench's ``eval.py`` does
-around them: the first line alone for few-shot sets, and the best over all answers.
+scorer does not know are ignored, so that one call serves all sets. ``eval.score`` adds what LongBench's ``eval.py``
+does around them: the first line alone for few-shot sets, and the best over all answers.
 """
 
 from __future__ import annotations
@@ -112,20 +112,3 @@ dataset2metric: dict[str, Callable[..., float]] = {
     "repobench-p": code_sim_score,
 }
 FIRST_LINE_SETS = ("trec", "triviaqa", "samsum", "lsht")
-
-
-def post_process(dataset: str, prediction: str) -> str:
-    """What is scored of a prediction: for few-shot sets the first line after leading line breaks, else all of it."""
-    return prediction.lstrip("\n").split("\n")[0] if dataset in FIRST_LINE_SETS else prediction
-
-
-def longbench_score(dataset: str, prediction: str, answers: Sequence[str], **kwargs: Any) -> float:
-    """LongBench's score of one prediction, 0..1: post-processed, the best over ``answers`` (0 if there are none).
-
-    ``kwargs`` go to the set's scorer (``all_classes`` for trec and lsht, ``compat`` for Rouge-L). Raises RequestError
-    for a set without an English or code scorer.
-    """
-    if dataset not in dataset2metric:
-        raise RequestError(f"dataset={dataset!r} is not one of {', '.join(dataset2metric)}")
-    prediction = post_process(dataset, prediction)
-    return max((dataset2metric[dataset](prediction, answer, **kwargs) for answer in answers), default=0.0)

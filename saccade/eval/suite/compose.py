@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from saccade.eval.suite.filler import Prose, background
 from saccade.eval.suite.rng import Rng
 from saccade.eval.suite.worlds import Question, World
-from saccade.models.reference import vocabulary as v
 
 BACKGROUND, GIVEN, TAUGHT = 0, 1, 2  # kinds of token: filler, what nothing foretells, what the context determines
 _FRAME = 4  # tokens a turn takes besides its text: user, end, assistant, end
@@ -130,21 +129,6 @@ def messages(
         out.append(Message((ids[:middle], ids[middle:]), (kinds[:middle], kinds[middle:]), first, position))
         out += [Message(([], []), ([], []), question, "end") for question, _ in others]
     return out
-
-
-def transcript(conversation: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """Ids and kinds of the whole conversation, replies included, as the chat template writes it."""
-    ids, kinds = [v.BOS], [GIVEN]
-    for message in conversation:
-        ids.append(v.USER)
-        kinds.append(GIVEN)
-        for part, marks in message.parts():
-            ids += part
-            kinds += marks
-        reply = message.question.reply()
-        ids += [v.END, v.ASSISTANT, *reply, v.END]
-        kinds += [GIVEN, GIVEN, *[TAUGHT] * (len(reply) + 1)]
-    return ids, kinds
 
 
 def borders(count: int) -> list[float]:

@@ -43,15 +43,6 @@ class Rng:
     def choice(self, items: Sequence[T]) -> T:
         return items[int(self.random() * len(items))]
 
-    def weighted(self, weights: Sequence[float]) -> int:
-        """Index i with probability weights[i] / sum."""
-        left = self.random() * sum(weights)
-        for index, weight in enumerate(weights):
-            left -= weight
-            if left < 0:
-                return index
-        return len(weights) - 1
-
     def shuffle(self, items: MutableSequence[Any]) -> None:
         for last in range(len(items) - 1, 0, -1):
             other = int(self.random() * (last + 1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from saccade.errors import RequestError
 from saccade.eval.samples import POSITIONS, Sample, Turn
-from saccade.eval.suite import compose, worlds
+from saccade.eval.suite import compose, sections, worlds
 from saccade.eval.suite.filler import prose
 from saccade.eval.suite.rng import Rng
 from saccade.eval.suite.worlds import Plan, World
@@ -44,8 +44,8 @@ TASKS: dict[str, Task] = {
     "words": Task(worlds.words, "the three most frequent words of a skewed stream"),
     "common": Task(worlds.common, "the five words that stand out among many"),
     "legend": Task(worlds.legend, "rules declared once, applied to a line", wanted=4),
-    "span_copy": Task(worlds.span_copy, "a section of 32 to 128 random words, copied whole", wanted=6),
-    "table_copy": Task(worlds.table_copy, "a row of 8 to 40 cells, copied whole"),
+    "span_copy": Task(sections.span_copy, "a section of 32 to 128 random words, copied whole", wanted=6),
+    "table_copy": Task(sections.table_copy, "a row of 8 to 40 cells, copied whole"),
     "update": Task(worlds.update, "a key that a later turn sets again, asked in both", wanted=4, asked=2, turns=2),
     **{
         f"three_turn_{position}": Task(
@@ -61,7 +61,7 @@ TASKS: dict[str, Task] = {
     "shared": Task(worlds.multikey, "four questions on one context, each on its own", wanted=4, asked=4, shared=True),
 }  # fmt: skip
 # What the reference model does not do well under dense attention (docs/reference-model.md): it tells nothing.
-DROPPED: dict[str, Task] = {"topic": Task(worlds.topic, "the section in which a word stands", share=0.8)}
+DROPPED: dict[str, Task] = {"topic": Task(sections.topic, "the section in which a word stands", share=0.8)}
 
 
 def make(task: str, length: int, index: int, seed: int = 0) -> Sample:

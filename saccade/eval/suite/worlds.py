@@ -6,11 +6,10 @@ many of them over one context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from saccade.eval.suite.filler import NEWLINE
 from saccade.eval.suite.rng import Rng
-from saccade.eval.suite.sections import span_copy, table_copy, topic
 from saccade.eval.suite.world import ADJECTIVES, NOUNS, Item, Key, Plan, Question, World, ask, held_out
 from saccade.models.reference import vocabulary as v
 
@@ -235,24 +234,3 @@ def three_turn(plan: Plan) -> World:
         text = ask("find", _joined([keys[i] for i in chosen]))
         world.questions.append(Question(text, [values[i] for i in chosen], "ordered", chosen))
     return world
-
-
-WORLDS: dict[str, Callable[[Plan], World]] = {
-    maker.__name__: maker
-    for maker in (
-        single,
-        multikey,
-        multikey_all,
-        multivalue,
-        multiquery,
-        vt,
-        words,
-        common,
-        legend,
-        span_copy,
-        table_copy,
-        topic,
-        update,
-        three_turn,
-    )
-}

@@ -62,9 +62,3 @@ def look_query(distance: int, scale: float) -> Tensor:
 def window_query() -> Tensor:
     """The constant query, complex128 [FAST_PAIRS], that averages over about the last 48 tokens."""
     return torch.complex(torch.tensor(WINDOW_COS, dtype=torch.float64), -torch.tensor(WINDOW_SIN, dtype=torch.float64))
-
-
-def filter_response(query: Tensor, distances: Tensor) -> Tensor:
-    """Logit of ``query`` [FAST_PAIRS] at each of ``distances`` [n], in nats."""
-    phases = torch.outer(distances.double(), frequencies())
-    return (query.real * phases.cos() - query.imag * phases.sin()).sum(-1)

@@ -4,12 +4,18 @@ launched; and which choices of blocks kernels score, rank and stop."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from saccade.ops.triton.batched_choice import choose_blocks
-from saccade.ops.triton.batched_decode import band_lists, score_blocks
-from saccade.ops.triton.batched_ranking import rank_rows
+from saccade.ops.triton.batched_decode import Summaries, band_lists, score_blocks
+from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_guesses
+from saccade.ops.triton.batched_labels import estimate_labelled
+from saccade.ops.triton.batched_moments import estimate_moments
+from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, RuleRead
+from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection.forms import LABELS, PlanSpec
@@ -56,6 +62,42 @@ def _read_choice(reading: Reading, rows: LayerRows) -> LayerRead:
         rows.arrivals.follow(done.used, choice.rule.microbatch, counts[1])
     ruled = RuleRead(done.used, choice.rule.microbatch, choice.size, done.coverage, counts[1])
     return LayerRead(done.out, done.lse, None, ruled=ruled, ranking=(always, order, counts[0]))
+
+
+class Ranked(NamedTuple):
+    """``always``, ``order`` and ``counts`` are those of batched_rank.rank_blocks; ``guesses``, where the stopping rule
+    goes by them, are in that order."""
+
+    always: Tensor
+    order: Tensor
+    counts: Tensor
+    guesses: Guesses | None
+
+
+def rank_rows(
+    q: Tensor,
+    pages: Pages,
+    summaries: Summaries | None,
+    words: Tensor,
+    choice: Choice,
+    dense_upto: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Ranked:
+    """Rank the blocks of each row, whose new key is stored: ``q`` [rows, heads, head_dim] by ``summaries``, or by the
+    labels that the rows' ``words`` (batched_labels.py) tell of, which the new key then has too."""
+    if choice.labelled:
+        estimates = estimate_labelled(q, pages, words, choice, dense_upto, scale, softcap)
+    else:
+        assert summaries is not None
+        if choice.source.summary != "moments":
+            scores = score_blocks(q, pages, summaries, choice)
+            return Ranked(*rank_blocks(scores, pages, choice, dense_upto), None)
+        estimates = estimate_moments(q, pages, summaries, choice, scale, softcap)
+    always, order, counts = rank_blocks(largest_shares(estimates, pages, choice, dense_upto), pages, choice, dense_upto)
+    rule = choice.stops
+    guesses = ordered_guesses(estimates, order, counts, rule.microbatch) if rule.rest == "estimate" else None
+    return Ranked(always, order, counts, guesses)
 
 
 _READS: dict[str, Callable[[Any, LayerRows], LayerRead]] = {

@@ -79,26 +79,17 @@ def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tens
 
 
 def launch_copies(
-    source: tuple[Tensor, Tensor],
-    which: Tensor,
-    target: tuple[Tensor, Tensor],
-    where: Tensor,
-    count: Tensor,
-    most: int,
-    lists: int = 1,
+    source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor, count: Tensor, most: int
 ) -> None:
     """As :func:`copy_blocks`, with ``which`` and ``where`` on the device, of one dtype, of which the first ``count``
-    (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over. With as many
-    ``lists`` as there are KV heads, each with a row of ``which``, ``where`` and ``count`` (its first entry), a list is
-    of what lies in blocks of its head alone."""
-    words = words_of(source[0], lists)
+    (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over."""
+    words = words_of(source[0], 1)
     if not most or not words:
         return
     tiles = -(-words // WORDS)
-    list_row, count_row = (0, 0) if lists == 1 else (which.stride(0), count.stride(0))
-    _copy[(min(COPIERS, most * 2 * tiles * lists),)](
+    _copy[(min(COPIERS, most * 2 * tiles),)](
         source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
-        list_row, count_row, LISTS=lists, PADDED=pad(lists, 1), PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
+        PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
     )  # fmt: skip
 
 
@@ -126,16 +117,14 @@ def resolve(
 
 
 @triton.jit(
-    do_not_specialize=["k_from", "v_from", "k_to", "v_to", "list_row", "count_row"],
-    do_not_specialize_on_alignment=["which", "where", "count"],
+    do_not_specialize=["k_from", "v_from", "k_to", "v_to"], do_not_specialize_on_alignment=["which", "where", "count"]
 )
 def _copy(
-    k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
-    LISTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    k_from, v_from, k_to, v_to, which, where, count, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
     copy_lists(
-        tl.program_id(0), tl.num_programs(0), k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
-        LISTS, PADDED, PIECES, TILES, WIDTH,
+        tl.program_id(0), tl.num_programs(0), k_from, v_from, k_to, v_to, which, where, count, 0, 0, 1, 1,
+        PIECES, TILES, WIDTH,
     )  # fmt: skip
 
 
