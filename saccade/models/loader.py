@@ -16,10 +16,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError, shown
-from saccade.models import attention
+from saccade.models import attention, matrix_modules
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
-from saccade.models.headers import described_model, refuse_absent, refuse_more_layers
+from saccade.models.gguf_header import GgufHeader
+from saccade.models.gguf_weights import GgufWeights
+from saccade.models.headers import described_model, refuse_absent, refuse_absent_or_other, refuse_more_layers
 from saccade.models.identity import (
     FoundOnce,
     ModelIdentity,
@@ -31,6 +33,7 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_loading import fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
+from saccade.models.matrix_modules import MatrixProduct
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.refusals import refuse_unsupported
@@ -69,14 +72,16 @@ class LoadedModel:
         model = self.runner.model
         embedding = model.get_input_embeddings().weight
         tied = embedding is model.get_output_embeddings().weight
-        return sum(one.nbytes for one in model.parameters()) - (0 if tied else embedding.nbytes)
+        held = sum(one.nbytes for one in model.parameters()) + sum(one.nbytes for one in matrix_modules.matrices(model))
+        return held - (0 if tied else embedding.nbytes)
 
     @property
     def matrix_bytes(self) -> int:
         """What a decode step reads of weight matrices alone, the head's among them."""
         if self.runner.llama is not None:
             return self.runner.llama.weights.matrix_bytes
-        return sum(one.weight.nbytes for one in self.runner.model.modules() if isinstance(one, nn.Linear))
+        modules = [one for one in self.runner.model.modules() if isinstance(one, (nn.Linear, MatrixProduct))]
+        return sum(one.weight.nbytes for one in modules)
 
 
 def load_model(
@@ -104,12 +109,16 @@ def load_model(
         convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, run_dtype)
         described = described_model(checkpoint, config, run_dtype)
         # Weights that leave the host, or their type, are digested while they are there; others when asked for.
-        leave = target.type != "cpu" or quantize is not None
+        gguf = None if checkpoint.gguf is None else _gguf_source(checkpoint.gguf, config, target, run_dtype)
+        leave = gguf is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
             model = described
             found: dict[str, str] | None = {} if leave else None
-            llama = load_llama(checkpoint, model, target, run_dtype, convert, found)
+            llama = load_llama(checkpoint, model, target, run_dtype, convert, found, gguf)
             digest = None if found is None else joined_digest(found)
+        elif gguf is not None:
+            model, llama, digest = described, None, None
+            _fill_modules(checkpoint, model, gguf, target, run_dtype)
         else:
             model, llama = _load_modules(checkpoint, config, run_dtype), None
             digest = digest_weights(model.state_dict()) if leave else None
@@ -122,7 +131,11 @@ def load_model(
     notes += _config_notes(config)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    stored = None if llama is None else llama.weights.format
+
+    def found_digest() -> str:
+        return digest_weights(runner.weights) if gguf is None else gguf.digest()
+
+    stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
@@ -133,8 +146,23 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, digest or digest_weights(runner.weights), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, digest or found_digest(), stored)),
     )
+
+
+def _gguf_source(header: GgufHeader, config: Any, device: torch.device, dtype: torch.dtype) -> GgufWeights:
+    return GgufWeights(header, config.num_attention_heads, config.num_key_value_heads, device, dtype)
+
+
+def _fill_modules(
+    checkpoint: Checkpoint, model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill transformers' modules, which hold no weights themselves, from a GGUF file."""
+    refuse_absent_or_other(checkpoint, matrix_modules.stored_as(model), model.config.tie_word_embeddings)
+    try:
+        matrix_modules.fill(model, source, device, dtype)
+    except (RuntimeError, OSError) as error:  # no memory, a file that has gone
+        raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
 
 
 def _generation_config(checkpoint: Checkpoint, model: Any) -> GenerationConfig:
@@ -275,7 +303,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         heads=layers.heads,
         kv_heads=layers.kv_heads,
         head_dim=layers.head_dim,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=model.get_output_embeddings().out_features,
         max_position=max_position(config),
         dtype=dtype,
         windows=layers.windows,
