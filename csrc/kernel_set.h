@@ -11,6 +11,7 @@
 #include "label_keys.h"
 #include "line_cover.h"
 #include "line_groups.h"
+#include "plane_products.h"
 #include "prefill.h"
 #include "probes.h"
 #include "progressive.h"
@@ -146,6 +147,11 @@ void finish_rows(const FinishRows& c) {
 void head_rows(const HeadRows& c) {
     if (c.storage == Storage::bf16) layer::head_rows_typed<uint16_t>(c);
     else layer::head_rows_typed<float>(c);
+}
+
+void product_rows(const ProductRows& c) {
+    if (c.storage == Storage::bf16) layer::product_rows_typed<uint16_t>(c);
+    else layer::product_rows_typed<float>(c);
 }
 
 float read_pass(const void* data, int64_t bytes) {

@@ -42,6 +42,9 @@ struct KernelSet {
     void (*project_rows)(const ProjectRows&);
     void (*finish_rows)(const FinishRows&);
     void (*head_rows)(const HeadRows&);
+    void (*product_rows)(const ProductRows&);
+    void (*plane_task)(const PlaneTask&);
+    void (*plane_rows)(const PlaneRows&);
     void (*row_pass)(const PassCall&);
 };
 

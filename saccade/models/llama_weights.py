@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.models.families import Family
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.planes import packed
 
 # A layer's matrices by transformers' names, in the order in which a step reads them.
 MATRICES = {
@@ -124,9 +125,8 @@ def read_weights(
 def matrix_of(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
     """The matrix that is stored under ``name``, with its ``bias`` if it has one."""
     weight = f"{name}.weight"
-    return source.format(weight).of(
-        source.tensor(weight, use), source.tensor(f"{name}.bias", "vector") if bias else None
-    )
+    stored = source.tensor(weight, use)
+    return packed(source.format(weight).of(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
 
 
 def _window(attention: Any, config: Any) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from saccade.models.gguf_weights import GgufWeights
 from saccade.models.llama_weights import matrix_of
 from saccade.ops.matrices import Matrix
+from saccade.ops.planes import packed
 
 
 class MatrixProduct(nn.Module):
@@ -162,7 +163,7 @@ def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
             biases = list(source.tensor(f"{whole}.bias", "vector").unbind())
         kind, rows = source.format(f"{whole}.weight"), source.tensor(f"{whole}.weight", "matrix")
         parts = rows.reshape(count, -1, rows.shape[-1])
-        return [kind.of(weight, bias) for weight, bias in zip(parts.unbind(), biases)]
+        return [packed(kind.of(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
 
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 
