@@ -45,7 +45,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi": ("phi2", {"num_key_value_heads": 4}),
     "phi3": ("phi3", {"original_max_position_embeddings": 256, "sliding_window": 7, "rope_parameters": None}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0], "attention_bias": False, "use_sliding_window": False, **PLAIN}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 1, 1, 0], "attention_bias": False, "use_sliding_window": False, **PLAIN},
+    ),
     "granite": ("granite", PLAIN),
     "granitemoe": ("granitemoe", PLAIN),
     "arcee": ("arcee", PLAIN),
@@ -77,7 +80,9 @@ def tiny(family: str, folder: Path, **overrides: Any) -> Path:
     settings = {**SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": None, **FAMILIES[family][1]}
     if "layer_types" in CONFIGS[family]:
         layers, every = (6 if family == "gemma3_text" else 4), PATTERNS.get(family, 4)
-        settings["layer_types"] = ["full_attention" if at % every == every - 1 else "sliding_attention" for at in range(layers)]
+        settings["layer_types"] = [
+            "full_attention" if at % every == every - 1 else "sliding_attention" for at in range(layers)
+        ]
         settings["num_hidden_layers"] = layers
     if family == "smollm3":
         settings["num_hidden_layers"] = 4
@@ -100,7 +105,9 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.freq_base": float(whole.get("rope_theta", 10000.0)),
-        "rope.dimension_count": int(head_dim * whole.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
+        "rope.dimension_count": int(
+            head_dim * whole.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        ),
     }
     if family in ("phi", "starcoder2", "cohere", "cohere2", "olmo"):
         epsilon = config.get("layer_norm_eps", config.get("norm_epsilon", 1e-5))
@@ -120,7 +127,8 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         said |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
         said["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
     names = {
-        "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "n_shared_experts": "expert_shared_count",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "n_shared_experts": "expert_shared_count",
         "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "logit_scale": "logit_scale",
@@ -145,7 +153,11 @@ def parts(config: dict[str, Any], state: Mapping[str, torch.Tensor]) -> Iterator
         stem, _, own = name.rpartition(".")
         if not stem.endswith("experts") or value.dim() == 1:
             own_stem = f"{stem}.{own}" if own not in ("weight", "bias") else stem
-            found = names.get_name(own_stem.replace("block_sparse_moe.router", "block_sparse_moe.router.layer").replace("e_score_correction_bias", "e_score_correction"))
+            found = names.get_name(
+                own_stem.replace("block_sparse_moe.router", "block_sparse_moe.router.layer").replace(
+                    "e_score_correction_bias", "e_score_correction"
+                )
+            )
             assert found is not None, name
             yield f"{found}.{'weight' if own == 'sinks' else 'bias' if own.endswith('bias') else 'weight'}", value
             continue
@@ -220,7 +232,9 @@ def write(
         offset = 1.0 if kind.startswith("gemma") and named.endswith("norm.weight") else 0.0
         weight = (view if turned is None else interleaved(view, turned)) + offset
         own = next((kind for part, kind in (others or {}).items() if part in named.split(".")), stored)
-        plain = view.dim() == 1 or named.endswith((".bias", "norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"))
+        plain = view.dim() == 1 or named.endswith(
+            (".bias", "norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+        )
         as_stored = Kind.F32 if plain or weight.shape[-1] % gguf.GGML_QUANT_SIZES[own][0] else own
         data = _quantised(weight.numpy(), as_stored, number)
         out.add_tensor(named, data, raw_dtype=as_stored)

@@ -16,7 +16,15 @@ HALVES = {  # where a block's half-precision numbers stand
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }  # fmt: skip
 # Of scales that make weights of about 0.1, where the numbers that they multiply are large.
-SIZES = {"Q8_0": 0.001, "Q3_K": 0.002, "Q4_K": 0.0003, "Q5_K": 0.0002, "Q6_K": 0.0001, "IQ4_NL": 0.002, "IQ4_XS": 0.0001}
+SIZES = {
+    "Q8_0": 0.001,
+    "Q3_K": 0.002,
+    "Q4_K": 0.0003,
+    "Q5_K": 0.0002,
+    "Q6_K": 0.0001,
+    "IQ4_NL": 0.002,
+    "IQ4_XS": 0.0001,
+}
 
 
 def random_blocks(kind: str, outputs: int, blocks: int, seed: int = 0, even: bool = False) -> np.ndarray:
@@ -78,4 +86,6 @@ def test_products_by_pieces_are_those_of_the_values(kind, monkeypatch):
     torch.testing.assert_close(second.product(x).double(), exact[:, 20:], rtol=1e-5, atol=1e-4)
     joined = FORMATS[kind].join([second, first])
     torch.testing.assert_close(joined.product(x).double(), exact.roll(3, 1), rtol=1e-5, atol=1e-4)
-    assert (held.native(torch.float32) is None) == (kind != "Q8_0" or not block_weights.on_host(torch.float32, held.weight, bias))
+    assert (held.native(torch.float32) is None) == (
+        kind != "Q8_0" or not block_weights.on_host(torch.float32, held.weight, bias)
+    )

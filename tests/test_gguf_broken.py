@@ -62,7 +62,9 @@ def test_parts_that_do_not_belong_together_are_refused(qwen2, tmp_path):
     with pytest.raises(ModelError, match=f"{one.name} is a part of a model, and {two.name} is not beside it"):
         read_header(one)
     two.write_bytes(last.read_bytes())
-    with pytest.raises(ModelError, match=f"{two.name} is no part 2 of .*: it says split.no={len(other)}|give the parts the"):
+    with pytest.raises(
+        ModelError, match=f"{two.name} is no part 2 of .*: it says split.no={len(other)}|give the parts the"
+    ):
         read_header(one)
     two.write_bytes(aside.read_bytes()[:-40])
     with pytest.raises(ModelError, match=f"{two.name} is cut off"):
@@ -115,12 +117,24 @@ LIES = {
     "a type that is none": (header_of(tensors=info("x", (32,), 99), number=1, data=64), "ggml's type 99"),
     "many dimensions": (header_of(tensors=info("x", (1,) * 7), number=1, data=64), "of 7 dimensions"),
     "no rows": (header_of(tensors=info("x", (0, 8)), number=1, data=64), "no whole blocks of F32"),
-    "part of a block": (header_of(tensors=info("x", (33, 2), int(Kind.Q4_0)), number=1, data=64), "no whole blocks of Q4_0"),
+    "part of a block": (
+        header_of(tensors=info("x", (33, 2), int(Kind.Q4_0)), number=1, data=64),
+        "no whole blocks of Q4_0",
+    ),
     "more than memory has": (header_of(tensors=info("x", (1 << 40, 1 << 40)), number=1, data=64), "is cut off"),
     "beyond the end": (header_of(tensors=info("x", (8,), 0, 1 << 50), number=1, data=64), "is cut off"),
-    "between two places": (header_of(tensors=info("x", (8,), 0, 4), number=1, data=64), "no multiple of the alignment 32"),
-    "one name twice": (header_of(tensors=info("x", (8,)) + info("x", (8,), 0, 32), number=2, data=64), "holds 'x' twice"),
-    "shared bytes": (header_of(tensors=info("x", (16,)) + info("y", (8,), 0, 32), number=2, data=64), "'x' and 'y' share bytes"),
+    "between two places": (
+        header_of(tensors=info("x", (8,), 0, 4), number=1, data=64),
+        "no multiple of the alignment 32",
+    ),
+    "one name twice": (
+        header_of(tensors=info("x", (8,)) + info("x", (8,), 0, 32), number=2, data=64),
+        "holds 'x' twice",
+    ),
+    "shared bytes": (
+        header_of(tensors=info("x", (16,)) + info("y", (8,), 0, 32), number=2, data=64),
+        "'x' and 'y' share bytes",
+    ),
     "no family": (header_of(data=64), "architecture '' are not read"),
 }
 

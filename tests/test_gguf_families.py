@@ -78,9 +78,19 @@ def test_a_format_is_the_gguf_packages(stored, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_a_mixed_file_is_as_q4_k_m(family, tmp_path):
     """Blocks of 256 where rows are whole ones, of 32 else, and plain numbers among them."""
-    made = tiny(family, tmp_path / "made", **{**WIDE, "intermediate_size": 288, **({"query_pre_attn_scalar": 64} if "gemma" in family else {})})
+    made = tiny(
+        family,
+        tmp_path / "made",
+        **{**WIDE, "intermediate_size": 288, **({"query_pre_attn_scalar": 64} if "gemma" in family else {})},
+    )
     theirs = oracle(made)
-    others = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q5_0, "ffn_down_exps": Kind.Q5_1, "token_embd": Kind.Q8_0, "attn_k": Kind.F16}
+    others = {
+        "attn_v": Kind.Q6_K,
+        "ffn_down": Kind.Q5_0,
+        "ffn_down_exps": Kind.Q5_1,
+        "token_embd": Kind.Q8_0,
+        "attn_k": Kind.F16,
+    }
     file = write(made, tmp_path / "m.gguf", Kind.Q4_K, others=others, model=theirs)
     with opened(file) as llm:
         assert set(llm.model.identity.quantize.split("+")) >= {"Q4_K", "Q6_K"}

@@ -209,8 +209,6 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     with pytest.raises(ModelError, match=r"quantize='fp8_reference' is for weights of 16 or 32 bits; m.gguf has fewer"):
         LLM(file, quantize="fp8_reference")
-    gone = write(
-        tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", Kind.Q8_0, without=("blk.1.ffn_up.weight",)
-    )
+    gone = write(tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", Kind.Q8_0, without=("blk.1.ffn_up.weight",))
     with pytest.raises(ModelError, match="no weights in the checkpoint"):
         LLM(gone)
