@@ -15,22 +15,32 @@ HALVES = {  # where a block's half-precision numbers stand
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }  # fmt: skip
+# Of scales that make weights of about 0.1, where the numbers that they multiply are large.
+SIZES = {
+    "Q8_0": 0.001,
+    "Q3_K": 0.002,
+    "Q4_K": 0.0003,
+    "Q5_K": 0.0002,
+    "Q6_K": 0.0001,
+    "IQ4_NL": 0.002,
+    "IQ4_XS": 0.0001,
+}
 
 
 def random_blocks(kind: str, outputs: int, blocks: int, seed: int = 0, even: bool = False) -> np.ndarray:
     """uint8 [outputs, bytes]: any bytes, with scales of every size: zero, subnormal, negative, the largest.
-    ``even``: scales that a model may have."""
+    ``even``: scales that make weights of a model's size, 0.1 or so."""
     rng = np.random.default_rng([seed, int(Kind[kind])])
     made = rng.integers(0, 256, (outputs, blocks, FORMATS[kind].block_bytes), dtype=np.uint8)
     for at in HALVES[kind]:
-        scales = rng.standard_normal((outputs, blocks)) * 0.01
+        scales = rng.standard_normal((outputs, blocks)) * SIZES.get(kind, 0.01)
         if not even:
             scales *= 2.0 ** rng.integers(-20, 10, scales.shape)
             for place, extreme in enumerate((0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0)):
                 scales.flat[place % scales.size] = extreme
         made[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
     if kind == "MXFP4":
-        made[..., 0] = rng.integers(110, 122, (outputs, blocks)) if even else rng.integers(0, 256, (outputs, blocks))
+        made[..., 0] = rng.integers(117, 122, (outputs, blocks)) if even else rng.integers(0, 256, (outputs, blocks))
         if not even:
             made[0, :, 0] = np.resize([0, 1, 2, 3, 255], blocks)
     return made.reshape(outputs, -1)
@@ -76,4 +86,6 @@ def test_products_by_pieces_are_those_of_the_values(kind, monkeypatch):
     torch.testing.assert_close(second.product(x).double(), exact[:, 20:], rtol=1e-5, atol=1e-4)
     joined = FORMATS[kind].join([second, first])
     torch.testing.assert_close(joined.product(x).double(), exact.roll(3, 1), rtol=1e-5, atol=1e-4)
-    assert (held.native(torch.float32) is None) == (kind != "Q8_0" or not block_weights.on_host(torch.float32, held.weight, bias))
+    assert (held.native(torch.float32) is None) == (
+        kind != "Q8_0" or not block_weights.on_host(torch.float32, held.weight, bias)
+    )

@@ -19,9 +19,7 @@ from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
-from saccade.models import gguf_folder
 from saccade.models.folders import checkpoint_folder
-from saccade.models.gguf_header import read_header
 from saccade.models.loader import load_model
 from saccade.ops import cpu
 from saccade.ops.block_weights import Q8_0
@@ -153,9 +151,9 @@ def said(llm: LLM) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
     """The same tokens, and logits within 1e-4, as transformers' model of the weights that the gguf package reads."""
-    file = write(tiny(kind, tmp_path / "made", tie_word_embeddings=tied), tmp_path / "m.gguf", kind, Kind.Q8_0)
-    gguf_folder.write_folder(read_header(file), tmp_path / "plain", torch.float32)
-    theirs = oracle(tmp_path / "plain")
+    made = tiny(kind, tmp_path / "made", tie_word_embeddings=tied)
+    theirs = oracle(made)
+    file = write(made, tmp_path / "m.gguf", Kind.Q8_0, model=theirs)
     llm = opened(file)
     weights = llm.model.runner.llama.weights
     matrices = [part for layer in weights.layers for part in layer.matrices] + [weights.head, weights.embedding]
@@ -177,7 +175,7 @@ def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
 
 def test_matrices_are_the_files_own_memory(tmp_path):
     """All but a Llama's queries and keys, whose rows a converter has put in another order."""
-    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", "llama", Kind.Q8_0)
+    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     weights = load_model(checkpoint_folder(file)).runner.llama.weights
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
     areas = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
@@ -192,26 +190,9 @@ def test_matrices_are_the_files_own_memory(tmp_path):
     assert mapped(weights.embedding)
 
 
-def test_other_types_beside_it(tmp_path):
-    """Matrices of plain numbers among those in blocks; a format without a class makes the file plain numbers whole."""
-    made = tiny("qwen2", tmp_path / "made")
-    mixed = write(made, tmp_path / "mixed.gguf", "qwen2", Kind.Q8_0, others={"attn_v": Kind.F16, "output": Kind.F32})
-    llm = opened(mixed)
-    kinds = {type(part).__name__ for part in llm.model.runner.llama.weights.layers[0].matrices}
-    assert kinds == {"Q8_0", "DenseMatrix"}
-    gguf_folder.write_folder(read_header(mixed), tmp_path / "plain", torch.float32)
-    tokens, _ = said(llm)
-    wanted = torch.log_softmax(oracle_logits(oracle(tmp_path / "plain"), IDS + tokens), -1)
-    assert wanted[len(IDS) - 1 : -1].argmax(-1).tolist() == tokens
-    other = write(made, tmp_path / "other.gguf", "qwen2", Kind.Q8_0, others={"ffn_down": Kind.Q4_0})
-    with pytest.warns(UserWarning, match="written to the cache as bfloat16"):
-        folder = checkpoint_folder(other)
-    assert (folder / "model.safetensors").is_file()
-
-
 def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache):
     made = tiny("llama", tmp_path / "made")
-    file = write(made, tmp_path / "m.gguf", "llama", Kind.Q8_0)
+    file = write(made, tmp_path / "m.gguf", Kind.Q8_0)
     code, out, err = run(capsys, "generate", "hello", "-m", str(file), "-n", "5", "--raw")
     assert (code, "weights" in err) == (0, False)
     (tmp_path / "elsewhere").mkdir()
@@ -225,11 +206,9 @@ def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path):
-    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", "llama", Kind.Q8_0)
+    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     with pytest.raises(ModelError, match=r"quantize='fp8_reference' is for weights of 16 or 32 bits; m.gguf has fewer"):
         LLM(file, quantize="fp8_reference")
-    gone = write(
-        tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", "llama", Kind.Q8_0, without=("blk.1.ffn_up.weight",)
-    )
+    gone = write(tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", Kind.Q8_0, without=("blk.1.ffn_up.weight",))
     with pytest.raises(ModelError, match="no weights in the checkpoint"):
         LLM(gone)

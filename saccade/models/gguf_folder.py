@@ -1,5 +1,5 @@
-"""A GGUF file as a checkpoint folder: its metadata as config and tokenizer, and its weights as a link to the file, where
-they run as they lie. Fetched models of the catalogue are written as plain numbers instead."""
+"""A GGUF file as a checkpoint folder: its metadata as config and tokenizer, and a link to the file, whose weights run
+as they lie. Fetched models of the catalogue are written as plain numbers instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import xxhash
 from saccade.errors import ModelError
 from saccade.models.cached import cached
 from saccade.models.checkpoint import GGUF_LINK, SINGLE_FILE, first_line
-from saccade.models.gguf_config import config_of
+from saccade.models.gguf_config import config_of, ends_of
 from saccade.models.gguf_header import GgufHeader, refuse_unread
 from saccade.models.gguf_names import ROTARY, check_family, name_of
 from saccade.models.gguf_parts import read_header
@@ -104,8 +104,7 @@ def write_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     config."""
     config = described(header)
     folder.mkdir(parents=True, exist_ok=True)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
-    for name, content in (("config.json", config), ("generation_config.json", ends)):
+    for name, content in (("config.json", config), ("generation_config.json", ends_of(header.metadata, config))):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if header.metadata.get("tokenizer.ggml.model"):
         write_tokenizer(header, folder)
@@ -123,8 +122,8 @@ def _refuse_no_place(header: GgufHeader) -> None:
 
 
 def write_plain(header: GgufHeader, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a GGUF file as a checkpoint of plain numbers in ``dtype`` (by default :func:`stored_dtype`) into ``folder``:
-    a safetensors file is its header's length, the header, and the tensors one behind the other."""
+    """Write a GGUF file as a checkpoint of plain numbers in ``dtype`` (by default :func:`stored_dtype`) into
+    ``folder``: a safetensors file is its header's length, the header, and the tensors one behind the other."""
     config = write_config(header, folder)
     dtype = dtype or stored_dtype(header)
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -42,7 +42,12 @@ def _experts(block: str, router: str) -> dict[str, str]:
 # Of a Llama; the benchmark that writes GGUF files reads this the other way round.
 LLAMA = {**_ENDS, **_ATTENTION, **_MLP}
 _GEMMA2 = {**LLAMA, **_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
-_GPT_OSS = {**LLAMA, **_experts("mlp", "router"), "post_attention_norm": "post_attention_layernorm"}
+_GPT_OSS = {
+    **{**LLAMA, **_experts("mlp", "router")},
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+}
+_WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b")  # what transformers calls by no .weight or .bias
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,12 @@ FAMILIES = {
         {
             **{**LLAMA, **_QK_NORM, **_experts("mlp", "gate")},
             "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
             **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
         },
     ),
     "gpt-oss": GgufFamily("gpt_oss", _GPT_OSS),
 }
-_WHOLE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
 _OTHER = re.compile(r"(token_embd|output_norm|output)\.(weight|bias)")
 
@@ -149,11 +154,9 @@ def name_of(architecture: str, name: str) -> str | None:
     which transformers has in other shapes."""
     names = FAMILIES[architecture].names
     if layer := _LAYER.fullmatch(name):
-        start = f"model.layers.{int(layer[1])}."
-        if whole := _WHOLE.get(f"{layer[2]}.{layer[3]}"):
-            return f"{start}{whole}"
         part = names.get(layer[2]) if layer[2] not in _ENDS else None
-        return part and f"{start}{part}.{layer[3]}"
+        suffix = "" if layer[2] in _WITHOUT_SUFFIX else f".{layer[3]}"
+        return part and f"model.layers.{int(layer[1])}.{part}{suffix}"
     other = _OTHER.fullmatch(name)
     return f"{names[other[1]]}.{other[2]}" if other else None
 

@@ -64,9 +64,7 @@ def _yarn_options(get: Callable[..., Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value}
 
 
-def _longrope(
-    theta: float, short: Tensor, long: Tensor, original: int, get: Callable[..., Any]
-) -> dict[str, Any]:
+def _longrope(theta: float, short: Tensor, long: Tensor, original: int, get: Callable[..., Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "rope_type": "longrope",
         "rope_theta": theta,

@@ -11,8 +11,8 @@ from saccade.models.checkpoint import first_line
 from saccade.models.gguf_header import GgufHeader
 from saccade.models.quiet import quiet_transformers
 
-# Rules by which text is cut before merges, by tokenizer.ggml.pre (llama.cpp's src/llama-vocab.cpp, where the originals of
-# the tokenizers stand beside them).
+# Rules by which text is cut before merges, by tokenizer.ggml.pre (llama.cpp's src/llama-vocab.cpp, where those of the
+# original tokenizers stand beside its own).
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
@@ -28,7 +28,9 @@ def _cased(suffix: str, digits: str) -> str:
 
 
 _RULES = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _cased(f"{_SUFFIX}?", r"\p{N}{1,3}")),
@@ -73,8 +75,8 @@ def _cut(made: Any, rule: Any, path: Path) -> None:
     else:
         if rule not in _GPT2:
             warnings.warn(
-                f"{path.name} has its text cut by a rule {shown(rule, 40)} that is not known here; it is cut as GPT-2's, "
-                "and some texts may get other tokens than the model was trained on",
+                f"{path.name} has its text cut by a rule {shown(rule, 40)} that is not known here; it is cut as "
+                "GPT-2's is, and some texts may get other tokens than the model was trained on",
                 stacklevel=5,
             )
         return

@@ -86,9 +86,7 @@ class GgufWeights:
     """The tensors of a GGUF file on ``device``, plain numbers in ``dtype``: a ``llama_weights.WeightSource``.
     ``heads``, ``kv_heads``: the model's."""
 
-    def __init__(
-        self, header: GgufHeader, heads: int, kv_heads: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, header: GgufHeader, heads: int, kv_heads: int, device: torch.device, dtype: torch.dtype) -> None:
         self.shapes = stored_shapes(header)
         self._architecture = header.architecture
         self._tensors = {str(name_of(header.architecture, one.name)): one for one in weights_of(header)}

@@ -32,7 +32,9 @@ def fp8_matrices(
         what += "" if family.llama_shape is None else f"={shown(config.hidden_act)}"
         raise ModelError(f"{where} is for models whose layers are Llama's ({shaped}), not {what}; leave it out")
     if checkpoint.gguf is not None:
-        raise ModelError(f"{where} is for weights of 16 or 32 bits; {checkpoint.gguf.path.name} has fewer: leave it out")
+        raise ModelError(
+            f"{where} is for weights of 16 or 32 bits; {checkpoint.gguf.path.name} has fewer: leave it out"
+        )
     reason = None if quantize == "fp8_reference" else fp8.why_not(device, dtype)
     if reason is not None:
         raise ModelError(

@@ -1,5 +1,5 @@
-"""Weights in blocks along their rows, as GGUF files hold them (ggml's ggml-common.h): few bits a weight, and a scale for
-every block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
+"""Weights in blocks along their rows, as GGUF files hold them (ggml-common.h): few bits a weight, and a scale for every
+block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
 
 A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/block_weights.h,
 ``ops.triton.block_products``) equal it bit for bit.
@@ -7,6 +7,7 @@ A format is a subclass here, which says what every weight is worth. Kernels that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -90,11 +91,6 @@ def _fields(stored: Tensor, bits: int, run: int) -> Tensor:
     return (apart & ((1 << bits) - 1)).flatten(1)
 
 
-def _bits(stored: Tensor) -> Tensor:
-    """uint8 [n, 8 * bytes]: the bits of each byte, lowest first."""
-    return _fields(stored, 1, 1)
-
-
 def _scaled(values: Tensor, scales: Tensor) -> Tensor:
     """``values`` [n, block], each run of ``block / groups`` times its one of ``scales`` [n, groups]."""
     return (values.unflatten(1, (scales.shape[1], -1)).float() * scales[..., None]).flatten(1)
@@ -136,7 +132,7 @@ class Q5_0(BlockMatrix):
     @staticmethod
     def values(blocks: Tensor) -> Tensor:
         """See :class:`BlockMatrix`."""
-        codes = _fields(blocks[:, 6:], 4, 16) | _bits(blocks[:, 2:6]) << 4
+        codes = _fields(blocks[:, 6:], 4, 16) | _fields(blocks[:, 2:6], 1, 1) << 4
         return (codes.float() - 16) * _half(blocks, 0)
 
 
@@ -150,7 +146,7 @@ class Q5_1(BlockMatrix):
     @staticmethod
     def values(blocks: Tensor) -> Tensor:
         """See :class:`BlockMatrix`."""
-        codes = _fields(blocks[:, 8:], 4, 16) | _bits(blocks[:, 4:8]) << 4
+        codes = _fields(blocks[:, 8:], 4, 16) | _fields(blocks[:, 4:8], 1, 1) << 4
         return codes.float() * _half(blocks, 0) + _half(blocks, 2)
 
 
@@ -258,7 +254,12 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the n
 
 def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
     """float32 of ``codes``, numbers of the entries of ``table``."""
-    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.int()]
+    return _on(table, codes.device)[codes.int()]
+
+
+@functools.cache
+def _on(table: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)  # once: a GPU's recorded steps copy nothing
 
 
 class IQ4_NL(BlockMatrix):
