@@ -1,5 +1,5 @@
-"""Q8_0 as it lies in a GGUF file: values against the gguf package's dequantiser bit for bit, products against float64
-on every instruction set and under Triton's interpreter, models against transformers' modules of the dequantised
+"""Q8_0, as it lies in a GGUF file and in planes: values against the gguf package's dequantiser bit for bit, products
+against float64 on every instruction set and under Triton's interpreter, models against transformers' modules of the dequantised
 weights, and refusals."""
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from tiny_models import oracle, oracle_logits, random_ids
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
 from saccade.models.folders import checkpoint_folder
+from saccade.models.gguf_parts import read_header
+from saccade.models.gguf_weights import Mapped
 from saccade.models.loader import load_model
 from saccade.ops import cpu
 from saccade.ops.block_weights import Q8_0
 from saccade.ops.layer_rows import head
 from saccade.ops.layer_weights import Norm
+from saccade.ops.planes import FORMATS as PLANES
+from saccade.ops.planes import packed
 from saccade.ops.triton import block_products
 
 IDS = random_ids(40, seed=5)
@@ -82,7 +86,7 @@ def test_the_cpu_reads_every_value_as_it_is(isa):
     picked = torch.eye(64)[::7] * 8.0  # whose norm is 8 again
     cpu.set_isa(isa)
     try:
-        assert torch.equal(head(picked, one, held), (picked @ values.double().T.float()))
+        assert torch.equal(head(picked, one, packed(held)), (picked @ values.double().T.float()))
     finally:
         cpu.set_isa(None)
 
@@ -93,6 +97,7 @@ def test_the_cpu_reads_every_value_as_it_is(isa):
 def test_products_of_few_rows_on_a_cpu(isa, dtype):
     norm, x = Norm(1 + 0.1 * draw(160, dtype=dtype), 1e-5), draw(17, 160, seed=1, dtype=dtype)
     held, values = matrix(203, 160, draw(203, seed=2, dtype=dtype), even=True)
+    held = packed(held)
     cpu.set_isa(isa)
     try:
         made = head(x, norm, held)
@@ -102,7 +107,7 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
     wide = x.double()
     normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()).to(dtype).double()
     exact = normed @ values.double().T + held.bias.double()
-    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 2e-2)
+    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 5e-2)  # of 8 bits
     assert torch.equal(torch.cat(alone), made[[0, 16]])  # a row hangs on no other
 
 
@@ -157,7 +162,7 @@ def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
     llm = opened(file)
     weights = llm.model.runner.llama.weights
     matrices = [part for layer in weights.layers for part in layer.matrices] + [weights.head, weights.embedding]
-    assert {type(part) for part in matrices} == {Q8_0}
+    assert {type(part) for part in matrices} == {PLANES["Q8_0"] if cpu.available() else Q8_0}
     assert (weights.head is weights.embedding) == tied
     assert llm.model.identity.quantize == "Q8_0"
     assert llm.model.weight_bytes < 0.3 * sum(one.nbytes for one in theirs.parameters())
@@ -173,21 +178,24 @@ def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
     )
 
 
-def test_matrices_are_the_files_own_memory(tmp_path):
-    """All but a Llama's queries and keys, whose rows a converter has put in another order."""
+def test_a_model_holds_its_weights_once(tmp_path):
+    """In planes; pages of the file that were read for them are given back, as often as they are read again."""
     file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
-    weights = load_model(checkpoint_folder(file)).runner.llama.weights
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
-    areas = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
-
-    def mapped(part: Q8_0) -> bool:
-        first = part.weight.data_ptr()
-        return any(low <= first and first + part.weight.nbytes <= high for low, high in areas)
-
-    for layer in weights.layers:
-        assert [mapped(part) for part in layer.matrices] == [False, False, True, True, True, True, True]
-    assert mapped(weights.head)
-    assert mapped(weights.embedding)
+    header = read_header(file)
+    mapped = Mapped()
+    largest = max(header.tensors, key=lambda one: one.nbytes)
+    first = mapped.stored(largest)
+    kept = first.clone()
+    for one in header.tensors:
+        mapped.stored(one)
+    assert torch.equal(first, kept)
+    area, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            inside = line.endswith(str(file))
+        if inside and line.startswith("Rss:"):
+            area += int(line.split()[1]) << 10
+    assert area < file.stat().st_size
 
 
 def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache):

@@ -16,6 +16,7 @@ from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
 from saccade.ops.block_weights import FORMATS, PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.planes import give_back
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -50,13 +51,17 @@ class Mapped:
 
     def __init__(self) -> None:
         self._files: dict[Path, Tensor] = {}
+        self._last: Tensor | None = None
 
     def stored(self, tensor: GgufTensor) -> Tensor:
-        """uint8 [nbytes] of a tensor."""
+        """uint8 [nbytes] of a tensor. The pages of the one before are given back: most are packed by now."""
         file = tensor.file
+        if self._last is not None:
+            give_back(self._last)
         if file not in self._files:  # private: what is written to it stays in memory
             self._files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-        return self._files[file][tensor.offset : tensor.offset + tensor.nbytes]
+        self._last = self._files[file][tensor.offset : tensor.offset + tensor.nbytes]
+        return self._last
 
     def rows(self, tensor: GgufTensor) -> Tensor:
         """As stored: uint8 [rows, bytes] of blocks, or plain numbers [shape]."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade.ops import triton
-from saccade.ops.cpu_structs import address, native
-from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+from saccade.ops.matrices import DenseMatrix, Matrix
 
 PIECE = 1 << 22  # weights that are dequantised at once for a product of many rows
 
@@ -24,7 +23,7 @@ PIECE = 1 << 22  # weights that are dequantised at once for a product of many ro
 class BlockMatrix(Matrix):
     """``weight`` uint8 [outputs, bytes]: every row a whole number of blocks. ``bias`` in the activations' dtype."""
 
-    number: ClassVar[int | None] = None  # of the format in csrc/block_weights.h, where that has it
+    number: ClassVar[int | None] = None  # of the format in ``ops.triton.block_products``, where that has it
     block: ClassVar[int]  # weights
     block_bytes: ClassVar[int]
 
@@ -65,14 +64,6 @@ class BlockMatrix(Matrix):
         """See :class:`Matrix`."""
         biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
         return [self.of(*part) for part in zip(self.weight.split(list(widths)), biases)]
-
-    def native(self, dtype: torch.dtype) -> Any | None:
-        """See :class:`Matrix`."""
-        number = self.number
-        if number is None or not on_host(dtype, self.weight, self.bias):
-            return None
-        bias = address(self.bias)
-        return native.RowMatrix(weight=address(self.weight), bias=bias, rows=self.outputs, format=number)
 
     def _dequantised(self, rows: Tensor) -> Tensor:
         return self.values(rows.reshape(-1, self.block_bytes)).view(rows.shape[0], self.channels)

@@ -44,9 +44,7 @@ class PlaneMatrix(Matrix):
         return cls(weight, GROUP * weight.shape[0] if bias is None else bias.numel(), bias)
 
     @classmethod
-    def of_codes(
-        cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
-    ) -> PlaneMatrix:
+    def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
         """A matrix scale * (code - zero): ``codes`` uint8 [outputs, channels], ``scales`` float16 and ``zeros`` uint8
         [outputs, channels / step]."""
         return cls._packed(codes, codes.shape[1], bias, scales=address(scales), zeros=address(zeros))
@@ -166,7 +164,9 @@ _STEPS = {
     "INT8_128": 128,
 }
 FORMATS: dict[str, type[PlaneMatrix]] = {
-    name: type(f"{name}Planes", (PlaneMatrix,), {"format": name, "number": number, "step": step, "__module__": __name__})
+    name: type(
+        f"{name}Planes", (PlaneMatrix,), {"format": name, "number": number, "step": step, "__module__": __name__}
+    )
     for number, (name, step) in enumerate(_STEPS.items(), 1)
 }
 
@@ -176,3 +176,10 @@ def packed(matrix: Matrix) -> Matrix:
     if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
         return PlaneMatrix.of_blocks(matrix)
     return matrix
+
+
+def give_back(mapped: Tensor) -> None:
+    """Let go of the pages of ``mapped``, part of a private mapping of a file to which nothing was written. Who reads them
+    again reads the file, or the system's cache of it."""
+    if cpu.available():
+        native.drop_pages(address(mapped), mapped.nbytes)
