@@ -2,9 +2,9 @@
 
     python benchmarks/weight_planes.py [--threads 2] [--formats Q4_0,Q4_K,Q6_K,Q8_0] [--rows 1,4,16] [--rounds 5]
 
-Microseconds of a product and GB/s of its weights, for 4,096 x 4,096 and 4,864 x 896 (a down projection of a 0.5B model),
-each over copies of a matrix that fill 512 MB, so that none is in the caches. `bfloat16` is the same call with plain
-weights, `torch` is torch's product. The best of several rounds, in which formats take turns.
+Microseconds of a product and GB/s of its weights, for 4,096 x 4,096 and 896 x 4,864 (the down projection of a 0.5B
+model), each over copies of a matrix that fill 512 MB, so that none is in the caches. `bfloat16` is the same call with
+plain weights, `torch` is torch's product. The best of several rounds, in which formats take turns.
 """
 
 from __future__ import annotations

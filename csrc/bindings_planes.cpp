@@ -65,7 +65,8 @@ void bind_planes(nb::module_& m, KernelSetClass& set) {
          field<&PackCall::zeros>("zeros").optional(), field<&PackCall::planes>("planes")},
         [](const PackCall& c) {
             check_channels(c.format, c.channels);
-            if (plane_traits(c.format).scales == Scales::half_zero && !(c.scales && c.zeros))
+            const Scales kind = plane_traits(c.format).scales;
+            if ((kind == Scales::half_zero || kind == Scales::brain_zero) && !(c.scales && c.zeros))
                 throw std::invalid_argument("scales and zeros of this format must be addresses");
         });
     set.def("product_rows", &product_rows);

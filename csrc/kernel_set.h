@@ -11,7 +11,6 @@
 #include "label_keys.h"
 #include "line_cover.h"
 #include "line_groups.h"
-#include "plane_products.h"
 #include "prefill.h"
 #include "probes.h"
 #include "progressive.h"
@@ -153,6 +152,8 @@ void product_rows(const ProductRows& c) {
     if (c.storage == Storage::bf16) layer::product_rows_typed<uint16_t>(c);
     else layer::product_rows_typed<float>(c);
 }
+
+void plane_rows(const PlaneRows& c) { own_planes().rows(c); }
 
 float read_pass(const void* data, int64_t bytes) {
     const float* p = static_cast<const float*>(data);

@@ -73,7 +73,7 @@ void gather(const Gather& g) {
     else avx512_bf16_kernels.gather(g);
 }
 
-void plane_task(const PlaneTask& t) { avx512_bf16_kernels.plane_task(t); }
+const PlaneKernels& own_planes() { return avx512_bf16_planes; }
 
 bool serves(Storage storage, int64_t rows) { return storage == Storage::bf16 && rows >= layer::kTileRows; }
 

@@ -67,11 +67,15 @@ struct RecordScales {
             const I rest = Simd::bit_and(e, Simd::ints(1));
             const I first = Simd::add_int(half, bias), second = Simd::add_int(first, rest);
             d = Simd::mul(Simd::as_float(Simd::left<23>(first)), Simd::as_float(Simd::left<23>(second)));
+        } else if constexpr (P::scales == Scales::brain_zero) {
+            uint16_t own[W];
+            std::memcpy(own, record + 2 * W * v, sizeof own);
+            d = Simd::load_row(own);
         } else {
             d = Simd::load_half(record + 2 * W * v);
         }
         if constexpr (P::least) more = Simd::load_half(record + 32 + 2 * W * v);
-        if constexpr (P::scales == Scales::half_zero) more = Simd::to_float(Simd::load_bytes(record + 32 + W * v));
+        if constexpr (P::zeros) more = Simd::to_float(Simd::load_bytes(record + 32 + W * v));
     }
 
     // Of channels 16 part .. of block b, or of all of it.
@@ -113,7 +117,7 @@ SACCADE_INLINE F weights(const RecordScales<P>& scales, I codes, int j, F scale,
     if (j == 2) codes = Simd::template right<16>(codes);
     if (j == 3) codes = Simd::template right<24>(codes);
     F x = Simd::to_float(Simd::bit_and(codes, Simd::ints(255)));
-    if constexpr (P::scales == Scales::half_zero) x = Simd::sub(x, scales.more);
+    if constexpr (P::zeros) x = Simd::sub(x, scales.more);
     else if constexpr (P::traits.offset != 0) x = Simd::sub(x, Simd::set1(P::traits.offset));
     x = Simd::mul(scale, x);
     if constexpr (P::least) x = Simd::add(x, least);

@@ -35,6 +35,12 @@ enum class WeightFormat : int {
     int8_32,
     int8_64,
     int8_128,
+    int4_32_bf16,  // with a bfloat16 scale
+    int4_64_bf16,
+    int4_128_bf16,
+    int8_32_bf16,
+    int8_64_bf16,
+    int8_128_bf16,
     count
 };
 
@@ -45,6 +51,7 @@ enum class Scales {
     half,        // f16 scale
     half_least,  // f16 scale, f16 that is added
     half_zero,   // f16 scale, u8 code that stands for 0
+    brain_zero,  // bf16 scale, u8 code that stands for 0
     exponent,    // u8 e: 2^(e - 128)
     packed,      // f16 scale, f16 minimum, [8] u8 scale, [8] u8 minimum, which is taken away
     packed16,    // f16 scale, f16 minimum, [16] u8: for 16 channels a scale in the low half, a minimum in the high one
@@ -62,6 +69,8 @@ struct PlaneTraits {
 // IQ4's numbers and MXFP4's doubled ones, plus 128.
 constexpr uint8_t kNonlinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+namespace {  // translation units have different -m flags
 
 constexpr PlaneTraits plane_traits(WeightFormat format) {
     switch (format) {
@@ -84,6 +93,12 @@ constexpr PlaneTraits plane_traits(WeightFormat format) {
         case WeightFormat::int8_32: return {8, 1, Scales::half_zero, 0, nullptr};
         case WeightFormat::int8_64: return {8, 2, Scales::half_zero, 0, nullptr};
         case WeightFormat::int8_128: return {8, 4, Scales::half_zero, 0, nullptr};
+        case WeightFormat::int4_32_bf16: return {4, 1, Scales::brain_zero, 0, nullptr};
+        case WeightFormat::int4_64_bf16: return {4, 2, Scales::brain_zero, 0, nullptr};
+        case WeightFormat::int4_128_bf16: return {4, 4, Scales::brain_zero, 0, nullptr};
+        case WeightFormat::int8_32_bf16: return {8, 1, Scales::brain_zero, 0, nullptr};
+        case WeightFormat::int8_64_bf16: return {8, 2, Scales::brain_zero, 0, nullptr};
+        case WeightFormat::int8_128_bf16: return {8, 4, Scales::brain_zero, 0, nullptr};
         default: return {0, 1, Scales::half, 0, nullptr};
     }
 }
@@ -93,7 +108,7 @@ constexpr int64_t scale_bytes(Scales scales) {
     switch (scales) {
         case Scales::half: return 32;
         case Scales::half_least: return 64;
-        case Scales::half_zero: return 48;
+        case Scales::half_zero: case Scales::brain_zero: return 48;
         case Scales::exponent: return 16;
         case Scales::packed: return 64 + 256;
         case Scales::packed16: return 64 + 256;
@@ -121,6 +136,7 @@ struct Plane {
     static constexpr int64_t bytes = record_bytes(traits);
     static constexpr int parts = scales == Scales::signed16 || scales == Scales::packed16 ? 2 : 1;  // scales a block
     static constexpr bool least = scales == Scales::half_least || scales == Scales::packed || scales == Scales::packed16;
+    static constexpr bool zeros = scales == Scales::half_zero || scales == Scales::brain_zero;
     static constexpr bool wide = bits == 8 || traits.table;  // codes of 128 and more are multiplied
 };
 
@@ -133,4 +149,5 @@ void with_plane(WeightFormat format, const Work& work) {
     }
 }
 
+}  // namespace
 }  // namespace saccade

@@ -8,6 +8,7 @@
 #include "row_calls.h"
 
 namespace saccade {
+namespace {
 
 struct StoredBlock {
     const uint8_t* at;            // of one row and one record
@@ -102,7 +103,7 @@ void put_scales(const StoredBlock& from, uint8_t* record, int64_t r) {
             const int low = at[4 + i / 2] >> i % 2 * 4 & 15, high = at[2 + i / 4] >> i % 4 * 2 & 3;
             record[32 + 16 * i + r] = static_cast<uint8_t>((low | high << 4) - 32);
         }
-    } else if constexpr (Plane<F>::scales == Scales::half_zero) {
+    } else if constexpr (Plane<F>::zeros) {
         half(0, from.scale);
         record[32 + r] = *from.zero;
     } else {
@@ -111,4 +112,5 @@ void put_scales(const StoredBlock& from, uint8_t* record, int64_t r) {
     }
 }
 
+}  // namespace
 }  // namespace saccade

@@ -16,12 +16,12 @@ template <class P, int R>
 SACCADE_INLINE void add_coded(const uint8_t* codes, const RecordScales<P>& scales, int b, const CodedBlock* x,
                               int64_t blocks, F* acc) {
     constexpr int kOffset = P::traits.offset - (P::wide ? Simd::wide_bias : 0);
-    constexpr int kRest = P::scales == Scales::half_zero && P::wide ? Simd::wide_bias : 0;
+    constexpr int kRest = P::zeros && P::wide ? Simd::wide_bias : 0;
     I sums[R][2];  // of channels 0 .. 15 and 16 .. 31
     SACCADE_UNROLL
     for (int r = 0; r < R; ++r)
         for (int part = 0; part < 2; ++part) {
-            constexpr int offset = P::scales == Scales::half_zero ? -kRest : kOffset;
+            constexpr int offset = P::zeros ? -kRest : kOffset;
             if constexpr (offset == 0) sums[r][part] = Simd::zero_int();
             else sums[r][part] = Simd::ints(-offset * x[r * blocks].sums[part]);
         }
@@ -50,7 +50,7 @@ SACCADE_INLINE void add_coded(const uint8_t* codes, const RecordScales<P>& scale
             const CodedBlock& own = x[r * blocks];
             const I whole = P::parts == 2 ? sums[r][part] : Simd::add_int(sums[r][0], sums[r][1]);
             F sum = Simd::to_float(whole);
-            if constexpr (P::scales == Scales::half_zero)  // exact: below 2^24
+            if constexpr (P::zeros)  // exact: below 2^24
                 sum = Simd::sub(sum, Simd::mul(scales.more, Simd::set1(static_cast<float>(own.sums[0] + own.sums[1]))));
             acc[r] = Simd::fma(Simd::mul(scale, Simd::set1(own.scale)), sum, acc[r]);
             if constexpr (P::least) {
@@ -86,7 +86,7 @@ SACCADE_INLINE void add_exact(const uint8_t* codes, const RecordScales<P>& scale
 
 // out[r][..] = products of 16 rows of weights with R rows of x: floats, or CodedBlocks.
 template <class P, int R, class X>
-void group_products(const uint8_t* w, int64_t in, const X* x, float (*out)[kGroupRows]) {
+__attribute__((noinline)) void group_products(const uint8_t* w, int64_t in, const X* x, float (*out)[kGroupRows]) {
     constexpr bool exact = std::is_same_v<X, float>;
     constexpr int kSums = exact ? 4 * R : R;
     // All vectors of rows in one pass over the weights, but for sums that fill the registers: these take one after another.
@@ -172,7 +172,7 @@ void put_block(const uint8_t* record, int b, T* const* out, int64_t at) {
 }
 
 template <class P, class T>
-void put_group(const uint8_t* record, int64_t in, T* const* out) {
+__attribute__((noinline)) void put_group(const uint8_t* record, int64_t in, T* const* out) {
     for (int64_t at = 0; at < in; at += kBlock * P::blocks, record += P::bytes)
         for (int b = 0; b < P::blocks; ++b) put_block<P>(record, b, out, at + kBlock * b);
 }

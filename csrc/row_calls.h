@@ -90,7 +90,7 @@ struct PackCall {
     int threads;
     int64_t rows, channels;
     const uint8_t* from;
-    const uint8_t *scales, *zeros;  // f16 and u8 [rows, channels / group] of int4 and int8, whose codes are bytes
+    const uint8_t *scales, *zeros;  // 16 bits and u8 [rows, channels / group] of int4 and int8, whose codes are bytes
     uint8_t* planes;
 };
 

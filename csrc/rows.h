@@ -10,7 +10,7 @@
 namespace saccade {
 namespace {
 
-void plane_task(const PlaneTask& task);  // plane_products.h
+const PlaneKernels& own_planes();  // of the translation unit's instruction set
 
 namespace layer {
 
@@ -200,7 +200,7 @@ void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows,
         constexpr bool fp32 = std::is_same_v<T, float>;
         const void* from = x.codes;
         if constexpr (fp32) from = x.x;
-        return plane_task({fp32 ? Storage::fp32 : Storage::bf16, &m, in, from, rows, first, last, y, stride,
+        return own_planes().task({fp32 ? Storage::fp32 : Storage::bf16, &m, in, from, rows, first, last, y, stride,
                            std::is_same_v<Y, float>});
     }
     if constexpr (Tiles)

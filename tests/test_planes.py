@@ -1,5 +1,5 @@
-"""Weights in planes: values against torch's dequantisers (which tests hold against the gguf package's), bit for bit, and
-products against float64, on every instruction set that this machine has."""
+"""Weights in planes: values against torch's dequantisers (which tests hold against the gguf package's), bit for bit,
+and products against float64, on every instruction set that this machine has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from saccade.errors import SaccadeError
 from saccade.ops import cpu, planes
 from saccade.ops.block_weights import FORMATS, BlockMatrix
 from saccade.ops.cpu_structs import native
+from saccade.ops.layer_rows import RowLayer
+from saccade.ops.layer_weights import LayerWeights, Norm
 from saccade.ops.matrices import DenseMatrix
 from saccade.ops.planes import PlaneMatrix
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kerne
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 HALVES |= {"Q6_K": (208,), "MXFP4": ()}
-INTS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
+INTS = [f"INT{bits}_{group}{kind}" for kind in ("", "_BF16") for bits in (4, 8) for group in (32, 64, 128)]
 
 
 @pytest.fixture(params=cpu.supported_isas() or ["none"])
@@ -47,13 +49,15 @@ def draw(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def integers(bits: int, group: int, outputs: int, channels: int) -> tuple[PlaneMatrix, torch.Tensor]:
+def integers(name: str, outputs: int, channels: int) -> tuple[PlaneMatrix, torch.Tensor]:
     """A matrix of integer codes and zeros, and its values."""
+    bits, group = int(name[3]), planes.FORMATS[name].step
     rng = np.random.default_rng(bits + group)
     codes = torch.from_numpy(rng.integers(0, 1 << bits, (outputs, channels), dtype=np.uint8))
     zeros = torch.from_numpy(rng.integers(0, 1 << bits, (outputs, channels // group), dtype=np.uint8))
-    scales = draw(outputs, channels // group, dtype=torch.float16) * 0.02
-    held = planes.FORMATS[f"INT{bits}_{group}"].of_codes(codes, scales, zeros)
+    kind = torch.bfloat16 if name.endswith("BF16") else torch.float16
+    scales = draw(outputs, channels // group, dtype=kind) * 0.02
+    held = planes.FORMATS[name].of_codes(codes, scales, zeros)
     apart = codes.float().unflatten(1, (-1, group)) - zeros.float()[..., None]
     return held, (apart * scales.float()[..., None]).flatten(1)
 
@@ -63,8 +67,8 @@ def everything(outputs: int, channels: int):
     for name in FORMATS:
         held = blocks(name, outputs, channels)
         yield name, PlaneMatrix.of_blocks(held), held.rows(torch.arange(outputs), torch.float32)
-    for bits, group in INTS:
-        yield f"INT{bits}_{group}", *integers(bits, group, outputs, channels)
+    for name in INTS:
+        yield name, *integers(name, outputs, channels)
 
 
 def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +82,7 @@ def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_planes_are_the_formats_of_blocks_and_integers():
-    assert set(planes.FORMATS) == set(FORMATS) | {f"INT{bits}_{group}" for bits, group in INTS}
+    assert set(planes.FORMATS) == set(FORMATS) | set(INTS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -102,9 +106,9 @@ def test_values_are_the_formats_bit_for_bit(isa, name):
     assert bool(finite.any())
 
 
-@pytest.mark.parametrize(("bits", "group"), INTS)
-def test_values_of_integers_with_zeros(isa, bits, group):
-    held, wanted = integers(bits, group, 21, 256)
+@pytest.mark.parametrize("name", INTS)
+def test_values_of_integers_with_zeros(isa, name):
+    held, wanted = integers(name, 21, 256)
     assert torch.equal(held.rows(torch.arange(21), torch.float32), wanted)
 
 
@@ -162,7 +166,7 @@ def test_a_row_hangs_on_no_other_and_on_no_thread(isa, dtype):
         if name in FORMATS:
             held = PlaneMatrix.of_blocks(blocks(name, 147, 256))
         else:
-            held, _ = integers(8, 32, 147, 256)
+            held, _ = integers(name, 147, 256)
         assert type(held) is found
         x = draw(16, 256, dtype=dtype)
         whole = held.product(x)
@@ -222,6 +226,75 @@ def test_parts_and_wholes():
         native.PackPlanes(format=held.number, threads=1, rows=1, channels=96, stored=1, planes=1)
     with pytest.raises(ValueError, match="row 58 is not among the matrix's 58"):
         held.rows(torch.tensor([0, 58]), torch.float32)
+
+
+MIXED = {
+    "query": "Q4_K",
+    "key": "Q5_0",
+    "value": None,
+    "output": "Q6_K",
+    "gate": "Q4_0",
+    "up": "Q4_1",
+    "down": "IQ4_XS",
+}
+SIZES = {"query": (256, 256), "output": (256, 256), "gate": (512, 256), "up": (512, 256), "down": (256, 512)}
+
+
+def layer(dtype: torch.dtype, plain: bool) -> LayerWeights:
+    """A layer of several formats, or the same of plain numbers."""
+    made = {}
+    for seed, (part, name) in enumerate(MIXED.items()):
+        outputs, channels = SIZES.get(part, (64, 256))
+        held = blocks(name or "Q8_0", outputs, channels, seed=seed)
+        values = held.rows(torch.arange(outputs), torch.float32)
+        values /= values.std() * channels**0.5
+        factor = float(values.abs().max() / held.rows(torch.arange(outputs), torch.float32).abs().max())
+        for at in HALVES.get(name, (0,)):
+            stored = held.weight.view(outputs, -1, held.block_bytes)
+            scales = stored[..., at : at + 2].contiguous().view(torch.float16).float() * factor
+            stored[..., at : at + 2] = scales.half().view(torch.uint8)
+        dense = DenseMatrix(held.rows(torch.arange(outputs), torch.float32).to(dtype))
+        made[part] = dense if plain or name is None else planes.packed(held)
+    norm = Norm(torch.ones(256, dtype=dtype), 1e-5)
+    return LayerWeights(norm=norm, second_norm=norm, head_dim=32, rotated=False, head_norms=None, **made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_several_formats_in_the_kernels_own_calls(isa, dtype):
+    mixed, plain = RowLayer(layer(dtype, plain=False)), RowLayer(layer(dtype, plain=True))
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    for rows in (1, 5, 12):  # vectors, and tiles
+        hidden, none = draw(rows, 256, dtype=dtype), torch.empty(0, dtype=dtype)
+        found = mixed.project(hidden, none, none)
+        for one, other in zip(found, plain.project(hidden, none, none), strict=True):
+            torch.testing.assert_close(one.float(), other.float(), **near)
+        if rows > 1:
+            alone = mixed.project(hidden[rows - 1 :], none, none)
+            assert torch.equal(alone[0][:, 0], found[0][:, -1])
+            assert torch.equal(alone[1][:, 0], found[1][:, -1])
+        attended = draw(8, rows, 32, seed=1, dtype=dtype)
+        after, wanted = hidden.clone(), hidden.clone()
+        mixed.finish(after, attended)
+        plain.finish(wanted, attended)
+        torch.testing.assert_close(after.float(), wanted.float(), **near)
+        assert float((after.float() - hidden.float()).abs().mean()) > 0.3
+        last = hidden[rows - 1 :].clone()
+        mixed.finish(last, attended[:, rows - 1 :])
+        assert torch.equal(last[0], after[-1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_nearest_integers(bits):
+    weight = draw(20, 96) * torch.logspace(-3, 2, 20)[:, None]
+    weight[3], weight[4], weight[5, :32] = 0, 7.0, -1.0
+    held = planes.nearest(weight.bfloat16(), bits, draw(20))
+    found, apart = held.rows(torch.arange(20), torch.float32), weight.bfloat16().float().unflatten(1, (-1, 32))
+    step = (apart.amax(-1).clamp(min=0) - apart.amin(-1).clamp(max=0)) / ((1 << bits) - 1)
+    off = (found.unflatten(1, (-1, 32)) - apart).abs()
+    assert bool((off <= step[..., None] * (1.01 if bits == 4 else 1.2)).all())  # the ends, where 0 is rounded too
+    assert float((off / step.clamp(min=1e-9)[..., None])[:3].mean()) < 0.27  # a quarter of a step
+    assert (held.format, held.outputs, held.bias.numel()) == (f"INT{bits}_32", 20, 20)
+    assert torch.equal(found[3], torch.zeros(96))
 
 
 def test_plain_matrices_stay():

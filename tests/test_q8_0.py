@@ -1,6 +1,6 @@
 """Q8_0, as it lies in a GGUF file and in planes: values against the gguf package's dequantiser bit for bit, products
-against float64 on every instruction set and under Triton's interpreter, models against transformers' modules of the dequantised
-weights, and refusals."""
+against float64 on every instruction set and under Triton's interpreter, models against transformers' modules of the
+dequantised weights, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
-from saccade.models.folders import checkpoint_folder
 from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_weights import Mapped
 from saccade.models.loader import load_model

@@ -1,5 +1,6 @@
-"""Quantised weights as the C++ kernels read them: rows in groups of 16, a lane of a vector each, scales before codes in one
-stream (csrc/plane_formats.h). They are packed once, as they are loaded, and are worth what their format says, to the bit.
+"""Quantised weights as the C++ kernels read them: rows in groups of 16, a lane of a vector each, scales before codes in
+one stream (csrc/plane_formats.h). They are packed once, as they are loaded, and are worth what their format says, to
+the bit.
 
 A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are.
 """
@@ -23,8 +24,8 @@ FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks
 
 
 class PlaneMatrix(Matrix):
-    """``weight`` uint8 [ceil(outputs / 16), bytes]; what fills up the last group is 0. ``bias`` in the activations' dtype.
-    A format is a subclass."""
+    """``weight`` uint8 [ceil(outputs / 16), bytes]; what fills up the last group is 0. ``bias`` in the activations'
+    dtype. A format is a subclass."""
 
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     step: ClassVar[int]  # channels are a multiple of it
@@ -141,7 +142,7 @@ class PlaneMatrix(Matrix):
 
 
 # In the order of their numbers in csrc/plane_formats.h, and channels of a record. INT: int4 and int8 of AWQ, GPTQ and
-# compressed-tensors, by the channels of a group.
+# compressed-tensors, by the channels of a group, with scales of float16 or bfloat16.
 _STEPS = {
     "Q4_0": 32,
     "Q4_1": 32,
@@ -162,6 +163,12 @@ _STEPS = {
     "INT8_32": 32,
     "INT8_64": 64,
     "INT8_128": 128,
+    "INT4_32_BF16": 32,
+    "INT4_64_BF16": 64,
+    "INT4_128_BF16": 128,
+    "INT8_32_BF16": 32,
+    "INT8_64_BF16": 64,
+    "INT8_128_BF16": 128,
 }
 FORMATS: dict[str, type[PlaneMatrix]] = {
     name: type(
@@ -178,8 +185,21 @@ def packed(matrix: Matrix) -> Matrix:
     return matrix
 
 
+def nearest(weight: Tensor, bits: int, bias: Tensor | None = None) -> PlaneMatrix:
+    """``weight`` [outputs, channels] in integers of 4 or 8 bits, each the nearest: by groups of 32 channels a float16
+    scale, and the zero that lets the codes reach from the group's least number to its greatest."""
+    kind, most = FORMATS[f"INT{bits}_32"], (1 << bits) - 1
+    apart = weight.float().unflatten(1, (-1, kind.step))
+    low, high = apart.amin(-1).clamp(max=0), apart.amax(-1).clamp(min=0)
+    scales = ((high - low) / most).half()
+    inverse = scales.float().reciprocal().nan_to_num(posinf=0)
+    zeros = (-low * inverse).round().clamp(0, most)
+    codes = (apart * inverse[..., None] + zeros[..., None]).round().clamp(0, most).byte().flatten(1)
+    return kind.of_codes(codes, scales, zeros.byte(), bias)
+
+
 def give_back(mapped: Tensor) -> None:
-    """Let go of the pages of ``mapped``, part of a private mapping of a file to which nothing was written. Who reads them
-    again reads the file, or the system's cache of it."""
+    """Let go of the pages of ``mapped``, part of a private mapping of a file to which nothing was written. Who reads
+    them again reads the file, or the system's cache of it."""
     if cpu.available():
         native.drop_pages(address(mapped), mapped.nbytes)
