@@ -1,6 +1,7 @@
 // Activations as products with weights in planes take them: blocks of 32 values of 8 bits and a scale, with their sums.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "math.h"
@@ -29,19 +30,16 @@ void code_row(const T* x, int64_t n, CodedBlock* out) {
         const float top = Simd::max_lane(most);
         const bool counts = top >= 0x1p-100f;
         const F inverse = Simd::set1(counts ? 127.0f / top : 0.0f);
-        alignas(64) float shifted[32];
-        for (int i = 0; i < 32; i += W)
-            Simd::store(shifted + i, Simd::fma(Simd::load_row(x + at + i), inverse, Simd::set1(kMagic)));
         int8_t codes[32];
         for (int half = 0; half < 2; ++half) {
-            int32_t sum = 0;
-            for (int i = 16 * half; i < 16 * half + 16; ++i) {
-                int32_t bits;
-                std::memcpy(&bits, shifted + i, sizeof bits);
-                codes[i] = static_cast<int8_t>(bits);
-                sum += codes[i];
+            F sum = Simd::set1(0);
+            for (int i = 16 * half; i < 16 * half + 16; i += W) {
+                const F shifted = Simd::fma(Simd::load_row(x + at + i), inverse, Simd::set1(kMagic));
+                Simd::store_bytes(codes + i, Simd::as_int(shifted));
+                sum = Simd::add(sum, Simd::sub(shifted, Simd::set1(kMagic)));
             }
-            out->sums[half] = sum;
+            const float total = Simd::sum(sum);
+            out->sums[half] = std::isfinite(total) ? static_cast<int32_t>(total) : 0;
         }
         std::memcpy(out->codes, codes, sizeof codes);
         out->scale = (counts ? top / 127.0f : 0.0f) + Simd::sum(finite);

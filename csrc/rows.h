@@ -139,9 +139,11 @@ int64_t row_bytes(const RowMatrix& m, int64_t in) {
 
 // over_rows for weights of `in` channels. What an output is must not hang on where tasks begin: tiles and groups are
 // whole ones.
-template <class T, bool Tiles, int64_t Step = kTaskRows, class Work>
-void over_weights(const RowMatrix* m, int pieces, int64_t in, int threads, bool follows, const Work& work) {
-    int64_t sizes[3], bytes = 1, step = Tiles ? kTileKeys : Step;
+template <class T, bool Tiles, class Work>
+void over_weights(const RowMatrix* m, int pieces, int64_t in, int threads, bool follows, const Work& work,
+                  int64_t step = kTaskRows) {
+    int64_t sizes[3], bytes = 1;
+    if (Tiles) step = std::max<int64_t>(step, kTileKeys);
     static_assert(kTileKeys % kGroupRows == 0 && kGroupRows % kTaskRows == 0);
     for (int p = 0; p < pieces; ++p) {
         sizes[p] = m[p].rows;
@@ -251,8 +253,9 @@ void finish_rows_typed(const FinishRows& c) {
     struct Room {
         T *x, *y, *gate, *up;
         OperandRoom wide;
+        CodedBlock* inner;
     };
-    const Uses first = Uses::of<T>(c.output), second = Uses::of<T>(c.gate, c.up), third = Uses::of<T>(c.down);
+    const Uses output = Uses::of<T>(c.output), gates = Uses::of<T>(c.gate, c.up), down = Uses::of<T>(c.down);
     auto carve = [&](Carver& take) {
         Room room;
         room.x = take.template take<T>(rows * n);
@@ -260,7 +263,8 @@ void finish_rows_typed(const FinishRows& c) {
         room.gate = take.template take<T>(rows * inner);
         room.up = take.template take<T>(rows * inner);
         room.wide = take_room<T, Tiles>(take, rows, std::max(std::max(inner, n), c.attended_channels),
-                                        first.coded || second.coded || third.coded);
+                                        output.coded || gates.coded);
+        room.inner = take.template take<CodedBlock>(down.coded ? rows * (inner / kBlock) : 0);
         return room;
     };
     Room room = in_scratch(carve);
@@ -268,7 +272,7 @@ void finish_rows_typed(const FinishRows& c) {
     const auto taken = [&](const T* from, int64_t in, Uses uses) {
         return operand<T, Tiles>(from, rows, in, room.wide, c.threads, uses);
     };
-    Operand<T> x = taken(static_cast<const T*>(c.attended), c.attended_channels, first);
+    Operand<T> x = taken(static_cast<const T*>(c.attended), c.attended_channels, output);
     over_weights<T, Tiles>(&c.output, 1, c.attended_channels, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
     });
@@ -276,16 +280,21 @@ void finish_rows_typed(const FinishRows& c) {
         for (int64_t r = first; r < last; ++r)
             add_norm<T>(hidden + r * n, room.y + r * n, static_cast<const T*>(c.norm), c.epsilon, n, room.x + r * n);
     });
-    x = taken(room.x, n, second);
-    constexpr int64_t kGated = 16;  // whole vectors, whose lanes are others' than single values' activations
-    static_assert(kGated % W == 0 && kTileKeys % kGated == 0 && kGated == kGroupRows);
-    over_weights<T, Tiles, kGated>(&c.gate, 1, n, c.threads, true, [&](int, int64_t first, int64_t last) {
+    x = taken(room.x, n, gates);
+    // Whole vectors, whose lanes are others' than single values' activations, and whole blocks of codes.
+    static_assert(kGroupRows % W == 0 && kTileKeys % kBlock == 0);
+    const auto gate = [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.gate, n, x, rows, first, last, room.gate, inner);
         multiply<Tiles, T>(c.up, n, x, rows, first, last, room.up, inner);
-        for (int64_t r = 0; r < rows; ++r)
-            gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
-    });
-    x = taken(room.gate, inner, third);
+        for (int64_t r = 0; r < rows; ++r) {
+            T* own = room.gate + r * inner + first;
+            gated<T>(own, room.up + r * inner + first, last - first);
+            if (down.coded) code_row(own, last - first, room.inner + (r * inner + first) / kBlock);
+        }
+    };
+    over_weights<T, Tiles>(&c.gate, 1, n, c.threads, true, gate, down.coded ? kBlock : kGroupRows);
+    if (down.coded) x.codes = room.inner;
+    else x = taken(room.gate, inner, down);
     over_weights<T, Tiles>(&c.down, 1, inner, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.down, inner, x, rows, first, last, room.y, n);
     });

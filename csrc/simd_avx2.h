@@ -156,6 +156,14 @@ struct Simd {
     static I left(I x) {
         return _mm256_slli_epi32(x, N);
     }
+    static void store_bytes(int8_t* p, I x) {
+        const I lowest = _mm256_setr_epi64x(0x0c080400, 0, 0x0c080400, 0);
+        const I bytes = _mm256_shuffle_epi8(x, lowest);
+        const int32_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+        __builtin_memcpy(p, &low, sizeof low);
+        __builtin_memcpy(p + 4, &high, sizeof high);
+    }
+    static I as_int(F x) { return _mm256_castps_si256(x); }
     static F as_float(I x) { return _mm256_castsi256_ps(x); }
     static F load_half(const uint8_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

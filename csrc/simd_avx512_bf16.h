@@ -141,6 +141,10 @@ struct Simd {
     static I left(I x) {
         return _mm512_slli_epi32(x, N);
     }
+    static void store_bytes(int8_t* p, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    }
+    static I as_int(F x) { return _mm512_castps_si512(x); }
     static F as_float(I x) { return _mm512_castsi512_ps(x); }
     static F load_half(const uint8_t* p) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -108,6 +108,12 @@ struct Simd {
     static I left(I x) {
         return vshlq_n_s32(x, N);
     }
+    static void store_bytes(int8_t* p, I x) {
+        const int16x4_t half = vmovn_s32(x);
+        const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(half, half))), 0);
+        std::memcpy(p, &four, sizeof four);
+    }
+    static I as_int(F x) { return vreinterpretq_s32_f32(x); }
     static F as_float(I x) { return vreinterpretq_f32_s32(x); }
     static F load_half(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
     static I dot_bytes(I acc, I codes, int32_t weights) {

@@ -136,6 +136,11 @@ struct Simd {
     static I left(I x) {
         return (I)((U)x << N);
     }
+    // The lowest byte of each lane.
+    static void store_bytes(int8_t* p, I x) {
+        for (int i = 0; i < W; ++i) p[i] = static_cast<int8_t>(x[i]);
+    }
+    static I as_int(F x) { return (I)x; }
     static F as_float(I x) { return (F)x; }
     // W numbers of half precision.
     static F load_half(const uint8_t* p) {
