@@ -56,12 +56,16 @@ class Mapped:
     def stored(self, tensor: GgufTensor) -> Tensor:
         """uint8 [nbytes] of a tensor. The pages of the one before are given back: most are packed by now."""
         file = tensor.file
-        if self._last is not None:
-            give_back(self._last)
+        self.let_go()
         if file not in self._files:  # private: what is written to it stays in memory
             self._files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
         self._last = self._files[file][tensor.offset : tensor.offset + tensor.nbytes]
         return self._last
+
+    def let_go(self) -> None:
+        """Give back the pages of the tensor that was last asked for."""
+        if self._last is not None:
+            give_back(self._last)
 
     def rows(self, tensor: GgufTensor) -> Tensor:
         """As stored: uint8 [rows, bytes] of blocks, or plain numbers [shape]."""
@@ -122,6 +126,10 @@ class GgufWeights:
         if found.kind in FORMATS or rows.dim() == 1:
             rows = _numbers(rows, found)
         return self._undone(found, rows).to(dtype or self._dtype).view(self.shapes[name])
+
+    def let_go(self) -> None:
+        """Give back the pages of the last tensor, once all are loaded."""
+        self._mapped.let_go()
 
     def digest(self) -> str:
         """Of the contents of all weights, by transformers' names; reads the whole file."""

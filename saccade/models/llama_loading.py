@@ -70,6 +70,8 @@ def load_llama(
         weights = read_weights(model, source, join=device.type == "cuda", convert=convert)
     except (RuntimeError, OSError, SafetensorError) as error:  # no memory, a file that has gone
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    if gguf is not None:
+        gguf.let_go()
     if digests is not None and tied:
         digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
     decoder = model.get_decoder()

@@ -160,6 +160,7 @@ def _fill_modules(
         matrix_modules.fill(model, source, device, dtype)
     except (RuntimeError, OSError) as error:  # no memory, a file that has gone
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    source.let_go()
 
 
 def _generation_config(checkpoint: Checkpoint, model: Any) -> GenerationConfig:
