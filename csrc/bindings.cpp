@@ -111,6 +111,7 @@ NB_MODULE(_kernels, m) {
     saccade::bind_decode(m, set);
     saccade::bind_blocks(m, set);
     saccade::bind_rows(m, set);
+    saccade::bind_planes(m, set);
     saccade::bind_step(m, set);
     saccade::bind_layers(m, set);
     saccade::bind_flex_choice(m, set);

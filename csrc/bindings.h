@@ -99,6 +99,7 @@ void bind_blocks(nanobind::module_& m, KernelSetClass& set);     // bindings_blo
 void bind_step(nanobind::module_& m, KernelSetClass& set);       // bindings_step.cpp
 void bind_rows(nanobind::module_& m, KernelSetClass& set);       // bindings_rows.cpp
 void bind_layers(nanobind::module_& m, KernelSetClass& set);     // bindings_layers.cpp, after those of steps and rows
+void bind_planes(nanobind::module_& m, KernelSetClass& set);     // bindings_planes.cpp, after those of rows
 void bind_flex_choice(nanobind::module_& m, KernelSetClass& set);  // flex_choice.cpp
 void bind_sharing(nanobind::module_& m);                         // sharing.cpp
 void bind_shares(nanobind::module_& m);                          // shares.cpp

@@ -1,7 +1,7 @@
 // Which kernel sets this CPU (and its operating system: the builtins check saved register state too) can run.
 #include "kernels.h"
 
-#if defined(SACCADE_HAS_AMX_BF16)
+#if defined(SACCADE_HAS_AVX2)
 #include <cpuid.h>
 #endif
 #if defined(SACCADE_HAS_NEON_BF16) && defined(__linux__)
@@ -11,6 +11,18 @@
 #endif
 
 namespace saccade {
+#if defined(SACCADE_HAS_AVX2)
+namespace {
+
+// F16C; not every compiler's builtin knows its name.
+bool has_half_conversion() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
+}  // namespace
+#endif
+
 #if defined(SACCADE_HAS_AMX_BF16)
 namespace {
 
@@ -28,8 +40,8 @@ namespace {
 
 bool has_bf16_dot() {
 #if defined(__linux__)
-    constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16
-    return getauxval(AT_HWCAP2) & kBf16;
+    constexpr unsigned long kBf16 = 1ul << 14, kByteDot = 1ul << 20;  // HWCAP2_BF16, HWCAP_ASIMDDP
+    return (getauxval(AT_HWCAP2) & kBf16) && (getauxval(AT_HWCAP) & kByteDot);
 #elif defined(__APPLE__)
     int has = 0;
     size_t size = sizeof has;
@@ -57,7 +69,7 @@ const KernelSet* const* supported_kernels(int* count) {
         }
 #endif
 #if defined(SACCADE_HAS_AVX2)
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets[n++] = &avx2_kernels;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half_conversion()) sets[n++] = &avx2_kernels;
 #endif
 #if defined(SACCADE_HAS_NEON_BF16)
         if (has_bf16_dot()) sets[n++] = &neon_bf16_kernels;

@@ -148,6 +148,13 @@ void head_rows(const HeadRows& c) {
     else layer::head_rows_typed<float>(c);
 }
 
+void product_rows(const ProductRows& c) {
+    if (c.storage == Storage::bf16) layer::product_rows_typed<uint16_t>(c);
+    else layer::product_rows_typed<float>(c);
+}
+
+void plane_rows(const PlaneRows& c) { own_planes().rows(c); }
+
 float read_pass(const void* data, int64_t bytes) {
     const float* p = static_cast<const float*>(data);
     F acc[8];

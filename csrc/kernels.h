@@ -42,8 +42,22 @@ struct KernelSet {
     void (*project_rows)(const ProjectRows&);
     void (*finish_rows)(const FinishRows&);
     void (*head_rows)(const HeadRows&);
+    void (*product_rows)(const ProductRows&);
+    void (*plane_rows)(const PlaneRows&);
     void (*row_pass)(const PassCall&);
 };
+
+// What reads weights in planes: translation units of their own.
+struct PlaneKernels {
+    void (*task)(const PlaneTask&);
+    void (*rows)(const PlaneRows&);
+};
+
+extern const PlaneKernels portable_planes;
+extern const PlaneKernels avx2_planes;
+extern const PlaneKernels avx512_bf16_planes;
+extern const PlaneKernels neon_planes;
+extern const PlaneKernels neon_bf16_planes;
 
 extern const KernelSet portable_kernels;
 extern const KernelSet avx2_kernels;

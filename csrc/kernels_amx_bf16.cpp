@@ -73,6 +73,8 @@ void gather(const Gather& g) {
     else avx512_bf16_kernels.gather(g);
 }
 
+const PlaneKernels& own_planes() { return avx512_bf16_planes; }
+
 bool serves(Storage storage, int64_t rows) { return storage == Storage::bf16 && rows >= layer::kTileRows; }
 
 void project_rows(const ProjectRows& c) {
@@ -88,6 +90,11 @@ void finish_rows(const FinishRows& c) {
 void head_rows(const HeadRows& c) {
     if (serves(c.storage, c.rows)) layer::head_rows_typed<uint16_t, true>(c);
     else avx512_bf16_kernels.head_rows(c);
+}
+
+void product_rows(const ProductRows& c) {
+    if (serves(c.storage, c.rows)) layer::product_rows_typed<uint16_t, true>(c);
+    else avx512_bf16_kernels.product_rows(c);
 }
 
 }  // namespace
@@ -115,6 +122,7 @@ const KernelSet& amx_bf16_kernels() {
         made.project_rows = project_rows;
         made.finish_rows = finish_rows;
         made.head_rows = head_rows;
+        made.product_rows = product_rows;
         return made;
     }();
     return set;

@@ -2,12 +2,12 @@
 // (row_passes.h). Plain data only, see calls.h.
 #pragma once
 
-#include "block_weights.h"
 #include "calls.h"
+#include "plane_formats.h"
 
 namespace saccade {
 
-// Tensors of the calls on rows are contiguous and of one storage type but for weights in blocks; weights are [rows, in].
+// Tensors of the calls on rows are contiguous and of one storage type but for weights in planes; weights are [rows, in].
 struct RowMatrix {
     const void *weight, *bias;  // bias [rows], or null
     int64_t rows;
@@ -47,6 +47,51 @@ struct HeadRows {
     double epsilon;
     RowMatrix head;
     float* out;
+};
+
+// out [rows, matrix.rows] = x [rows, channels] times the matrix.
+struct ProductRows {
+    Storage storage;
+    int threads;
+    int64_t rows, channels;
+    const void* x;
+    RowMatrix matrix;
+    void* out;
+};
+
+// Part of a product with a matrix in planes: its rows first .. last - 1 (first is a multiple of 16) times `rows` rows of
+// x, which are fp32, or CodedBlocks where the storage type is bf16. y has `stride` values a row: of the storage type, or
+// floats that it holds where it is `wide`.
+struct PlaneTask {
+    Storage storage;
+    const RowMatrix* matrix;
+    int64_t channels;
+    const void* x;
+    int64_t rows, first, last;
+    void* y;
+    int64_t stride;
+    bool wide;
+};
+
+// out [count, channels]: the values of rows first .. first + count - 1 of a matrix in planes, or of rows `ids`.
+struct PlaneRows {
+    Storage storage;
+    int threads;
+    RowMatrix matrix;
+    int64_t channels;
+    const int64_t* ids;  // or null
+    int64_t first, count;
+    void* out;
+};
+
+// Rows of blocks as GGUF files hold them, or codes with scales and zeros (plane_pack.h), packed into planes.
+struct PackCall {
+    WeightFormat format;
+    int threads;
+    int64_t rows, channels;
+    const uint8_t* from;
+    const uint8_t *scales, *zeros;  // 16 bits and u8 [rows, channels / group] of int4 and int8, whose codes are bytes
+    uint8_t* planes;
 };
 
 // One operation on `rows` rows of `width` values (row_passes.h), all of one storage type. `x` and `other` have strides,

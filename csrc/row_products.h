@@ -108,51 +108,6 @@ inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, flo
         }
 }
 
-// Weights of the storage type, row after row: products of its rows from `first` on.
-template <class T>
-struct PlainWeights {
-    template <int O, int R>
-    static void product(const void* weight, int64_t first, int64_t in, const typename RowMath<T>::X* x, float (*out)[R]) {
-        layer::product<T, O, R>(static_cast<const T*>(weight) + first * in, in, x, out);
-    }
-};
-
-// Weights in blocks: products of O rows from `first` on with R rows of x, in one order whatever O and R.
-template <class Format, class X>
-struct BlockWeights {
-    template <int O, int R>
-    static void product(const void* weight, int64_t first, int64_t in, const X* x, float (*out)[R]) {
-        constexpr int U = 2;  // accumulators of a sum: they hide the latency of the products
-        static_assert(Format::weights % (U * W) == 0);
-        const int64_t blocks = in / Format::weights;
-        const uint8_t* w = static_cast<const uint8_t*>(weight) + first * blocks * Format::bytes;
-        F acc[O][R][U];
-        for (int o = 0; o < O; ++o)
-            for (int r = 0; r < R; ++r)
-                for (int u = 0; u < U; ++u) acc[o][r][u] = Simd::set1(0);
-        for (int64_t b = 0; b < blocks; ++b) {
-            const uint8_t* block[O];
-            F scale[O];
-            for (int o = 0; o < O; ++o) {
-                block[o] = w + (o * blocks + b) * Format::bytes;
-                Simd::prefetch(block[o] + kAhead);
-                scale[o] = Format::scale(block[o]);
-            }
-            for (int64_t i = 0; i < Format::weights; i += U * W)
-                for (int u = 0; u < U; ++u) {
-                    F a[O];
-                    for (int o = 0; o < O; ++o) a[o] = Format::values(block[o], scale[o], i + u * W);
-                    for (int r = 0; r < R; ++r) {
-                        const F y = Simd::load_row(x + r * in + b * Format::weights + i + u * W);
-                        for (int o = 0; o < O; ++o) acc[o][r][u] = Simd::fma(a[o], y, acc[o][r][u]);
-                    }
-                }
-        }
-        for (int o = 0; o < O; ++o)
-            for (int r = 0; r < R; ++r) out[o][r] = Simd::sum(Simd::add(acc[o][r][0], acc[o][r][1]));
-    }
-};
-
 // What T stores of x, as T or as a float.
 template <class T>
 SACCADE_INLINE void put(T* p, float x) {
@@ -163,16 +118,15 @@ SACCADE_INLINE void put(float* p, float x) {
     *p = rounded<T>(x);
 }
 
-// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded to T; y has `stride` values a row. Weights:
-// PlainWeights or BlockWeights.
-template <class Weights, class T, class Y>
+// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded to T; y has `stride` values a row.
+template <class T, class Y>
 void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
                    int64_t last, Y* y, int64_t stride) {
     const T* bias = static_cast<const T*>(m.bias);
     auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
         constexpr int O = decltype(outs)::value, R = decltype(count)::value;
         float sums[O][R];
-        Weights::template product<O, R>(m.weight, o, in, x + r * in, sums);
+        product<T, O, R>(static_cast<const T*>(m.weight) + o * in, in, x + r * in, sums);
         for (int j = 0; j < O; ++j)
             for (int i = 0; i < R; ++i)
                 put<T>(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));

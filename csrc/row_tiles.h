@@ -2,6 +2,7 @@
 // packed as columns, once for all weights. Elsewhere vectors serve every number of rows.
 #pragma once
 
+#include "activation_codes.h"
 #include "row_products.h"
 #include "tile_products.h"
 
@@ -11,12 +12,13 @@ namespace layer {
 
 constexpr int64_t kTileRows = 9;  // rows from which tiles pay
 
-// x as a product takes it: rows, and with tiles columns of units too, [in / 2][padded].
+// x as products take it: rows, with tiles columns of units too, [in / 2][padded], and for weights in planes codes.
 template <class T>
 struct Operand {
     const typename RowMath<T>::X* x;
     float* columns = nullptr;
     int64_t padded = 0;
+    const CodedBlock* codes = nullptr;  // [rows][in / 32]
 };
 
 inline int64_t tile_room(int64_t rows, int64_t in) { return in / 2 * ((rows + kTileKeys - 1) / kTileKeys * kTileKeys); }

@@ -131,8 +131,55 @@ struct Simd {
     static I high_halves(I x) { return low_halves(_mm256_srli_epi32(x, 4)); }
     // acc + the four codes of each lane times the four signed bytes of `weights`.
     static I dot_bytes(I acc, I codes, int32_t weights) {
-        I pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(weights));  // below 2 * 15 * 128
+        I pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(weights));  // 2 * 127 * 128 at most
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+
+    // --- packed weights: as in simd_portable.h ---
+
+    static constexpr int wide_bias = 128;
+    // Pairs of signed products of whole bytes fit 16 bits where those of unsigned ones do not.
+    static I dot_wide(I acc, I codes, int32_t weights) {
+        const I own = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+        const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(_mm256_set1_epi32(weights), own));
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static I ints(int32_t x) { return _mm256_set1_epi32(x); }
+    static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+    static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
+    template <int N>
+    static I right(I x) {
+        return _mm256_srli_epi32(x, N);
+    }
+    template <int N>
+    static I left(I x) {
+        return _mm256_slli_epi32(x, N);
+    }
+    static void store_bytes(int8_t* p, I x) {
+        const I lowest = _mm256_setr_epi64x(0x0c080400, 0, 0x0c080400, 0);
+        const I bytes = _mm256_shuffle_epi8(x, lowest);
+        const int32_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+        __builtin_memcpy(p, &low, sizeof low);
+        __builtin_memcpy(p + 4, &high, sizeof high);
+    }
+    static I as_int(F x) { return _mm256_castps_si256(x); }
+    static F as_float(I x) { return _mm256_castsi256_ps(x); }
+    static F load_half(const uint8_t* p) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I or_bits(I x, const uint8_t* mask, uint8_t bit) {
+        int32_t set;
+        __builtin_memcpy(&set, mask, sizeof set);
+        const I bytes = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const I spread = _mm256_shuffle_epi8(_mm256_set1_epi32(set), bytes);
+        const I own = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+        const I all = _mm256_cmpeq_epi8(_mm256_and_si256(spread, own), own);
+        return _mm256_or_si256(x, _mm256_and_si256(all, _mm256_set1_epi8(static_cast<char>(bit))));
+    }
+    static I look_up(I codes, const uint8_t* table) {
+        const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), codes);
     }
 };
 

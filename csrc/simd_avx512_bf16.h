@@ -125,6 +125,40 @@ struct Simd {
         return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(weights));
     }
 
+    // --- packed weights: as in simd_portable.h ---
+
+    static constexpr int wide_bias = 0;
+    static I dot_wide(I acc, I codes, int32_t weights) { return dot_bytes(acc, codes, weights); }
+    static I ints(int32_t x) { return _mm512_set1_epi32(x); }
+    static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+    static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
+    template <int N>
+    static I right(I x) {
+        return _mm512_srli_epi32(x, N);
+    }
+    template <int N>
+    static I left(I x) {
+        return _mm512_slli_epi32(x, N);
+    }
+    static void store_bytes(int8_t* p, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    }
+    static I as_int(F x) { return _mm512_castps_si512(x); }
+    static F as_float(I x) { return _mm512_castsi512_ps(x); }
+    static F load_half(const uint8_t* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static I or_bits(I x, const uint8_t* mask, uint8_t bit) {
+        uint64_t set;
+        __builtin_memcpy(&set, mask, sizeof set);
+        return _mm512_mask_add_epi8(x, set, x, _mm512_set1_epi8(static_cast<char>(bit)));
+    }
+    static I look_up(I codes, const uint8_t* table) {
+        const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), codes);
+    }
+
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 
     // acc + a.low * b.low + a.high * b.high per unit; products are exact, sums fp32.

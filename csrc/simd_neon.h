@@ -92,6 +92,53 @@ struct Simd {
         x[3] = pairs<1>(b, d);
     }
 
+    // --- packed weights: as in simd_portable.h ---
+
+    static I zero_int() { return vdupq_n_s32(0); }
+    static I ints(int32_t x) { return vdupq_n_s32(x); }
+    static I add_int(I a, I b) { return vaddq_s32(a, b); }
+    static I bit_and(I a, I b) { return vandq_s32(a, b); }
+    static I bit_or(I a, I b) { return vorrq_s32(a, b); }
+    template <int N>
+    static I right(I x) {
+        if constexpr (N == 0) return x;
+        else return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), N));
+    }
+    template <int N>
+    static I left(I x) {
+        return vshlq_n_s32(x, N);
+    }
+    static void store_bytes(int8_t* p, I x) {
+        const int16x4_t half = vmovn_s32(x);
+        const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(half, half))), 0);
+        std::memcpy(p, &four, sizeof four);
+    }
+    static I as_int(F x) { return vreinterpretq_s32_f32(x); }
+    static F as_float(I x) { return vreinterpretq_f32_s32(x); }
+    static F load_half(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+    static I dot_bytes(I acc, I codes, int32_t weights) {
+        const int8x16_t a = vreinterpretq_s8_s32(codes), b = vreinterpretq_s8_s32(vdupq_n_s32(weights));
+#if defined(__ARM_FEATURE_DOTPROD)
+        return vdotq_s32(acc, a, b);
+#else
+        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+        const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(a), vget_high_s8(b)));
+        return vaddq_s32(acc, vpaddq_s32(low, high));
+#endif
+    }
+    static constexpr int wide_bias = 128;
+    static I dot_wide(I acc, I codes, int32_t weights) {
+        return dot_bytes(acc, veorq_s32(codes, vreinterpretq_s32_u8(vdupq_n_u8(128))), weights);
+    }
+    static I or_bits(I x, const uint8_t* mask, uint8_t bit) {
+        const uint8x16_t own = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+        const uint8x16_t set = vtstq_u8(vcombine_u8(vdup_n_u8(mask[0]), vdup_n_u8(mask[1])), own);
+        return vreinterpretq_s32_u8(vorrq_u8(vreinterpretq_u8_s32(x), vandq_u8(set, vdupq_n_u8(bit))));
+    }
+    static I look_up(I codes, const uint8_t* table) {
+        return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
+    }
+
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 

@@ -1,6 +1,7 @@
 // Four-lane vectors by the compiler's vector extension: runs on any CPU g++ and clang++ know.
 #pragma once
 
+#include "half.h"
 #include "kernels.h"
 
 #include <cstdint>
@@ -119,8 +120,66 @@ struct Simd {
         for (int i = 0; i < W; ++i) x[i] = F{a[i], b[i], c[i], d[i]};
     }
 
+    // --- packed weights (plane_blocks.h): four bytes to a lane ---
+
+    static I zero_int() { return I{}; }
+    static I ints(int32_t x) { return I{x, x, x, x}; }
+    static I add_int(I a, I b) { return a + b; }
+    static I bit_and(I a, I b) { return a & b; }
+    static I bit_or(I a, I b) { return a | b; }
+    // Lanes shifted, with zeros behind.
+    template <int N>
+    static I right(I x) {
+        return (I)((U)x >> N);
+    }
+    template <int N>
+    static I left(I x) {
+        return (I)((U)x << N);
+    }
+    // The lowest byte of each lane.
+    static void store_bytes(int8_t* p, I x) {
+        for (int i = 0; i < W; ++i) p[i] = static_cast<int8_t>(x[i]);
+    }
+    static I as_int(F x) { return (I)x; }
+    static F as_float(I x) { return (F)x; }
+    // W numbers of half precision.
+    static F load_half(const uint8_t* p) {
+        return F{from_ieee_half(p), from_ieee_half(p + 2), from_ieee_half(p + 4), from_ieee_half(p + 6)};
+    }
+    // acc + the four codes of each lane, below 128, times the four signed bytes of `weights`, which are above -128.
+    static I dot_bytes(I acc, I codes, int32_t weights) { return acc + products<0>(codes, weights); }
+    // The same of any codes, less wide_bias.
+    static constexpr int wide_bias = 0;
+    static I dot_wide(I acc, I codes, int32_t weights) { return acc + products<0>(codes, weights); }
+    // `bit`, which no byte of x has, in the bytes whose bit is set among 4 W at `mask`.
+    static I or_bits(I x, const uint8_t* mask, uint8_t bit) {
+        for (int i = 0; i < W; ++i)
+            for (int j = 0; j < 4; ++j)
+                if (mask[i / 2] >> (i % 2 * 4 + j) & 1) x[i] |= bit << 8 * j;
+        return x;
+    }
+    // Bytes of a table of 16 by codes below 16.
+    static I look_up(I codes, const uint8_t* table) {
+        for (int i = 0; i < W; ++i) {
+            const uint32_t x = static_cast<uint32_t>(codes[i]);
+            uint32_t found = 0;
+            for (int j = 0; j < 4; ++j) found |= static_cast<uint32_t>(table[x >> 8 * j & 15]) << 8 * j;
+            codes[i] = static_cast<int32_t>(found);
+        }
+        return codes;
+    }
+
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+  private:
+    template <int J>
+    static I products(I codes, int32_t weights) {
+        const int32_t weight = static_cast<int8_t>(weights >> 8 * J);
+        const I own = (I)((U)codes >> 8 * J & 255u) * weight;
+        if constexpr (J < 3) return own + products<J + 1>(codes, weights);
+        else return own;
+    }
 };
 
 }  // namespace

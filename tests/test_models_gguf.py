@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import warnings
 from collections import Counter
@@ -22,12 +21,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
-from saccade.models import cached, gguf_folder
+from saccade.models import gguf_folder, gguf_weights
 from saccade.models.folders import checkpoint_folder
-from saccade.models.gguf_header import read_header
-from saccade.models.gguf_names import FAMILIES
+from saccade.models.gguf_parts import read_header
+from saccade.models.gguf_weights import Mapped
 from saccade.models.loader import load_model
 from saccade.models.tokenizer import load_tokenizer
+from saccade.ops.block_weights import FORMATS
 
 IDS = [BOS, 5, 7, 11, 13, 2, 3, 60, 61, 9, 8, 7]
 
@@ -49,26 +49,25 @@ def converted(file: Path) -> Path:
         return checkpoint_folder(file)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "glm4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_is_what_its_file_was_made_of(kind, tied, tmp_path):
-    """All tensors bit for bit (Gemma's norms but for their offset), and the same logits by transformers."""
-    made = tiny(kind, tmp_path / "made", tie_word_embeddings=tied)
-    folder = converted(write(made, tmp_path / "model.gguf", kind))
-    ours, original = load_file(folder / "model.safetensors"), load_file(made / "model.safetensors")
+def test_a_folder_of_plain_numbers_is_what_its_file_was_made_of(family, tied, tmp_path):
+    """As fetched models are written: all tensors bit for bit (Gemma's norms but for their offset), and the same logits
+    by transformers."""
+    made = tiny(family, tmp_path / "made", tie_word_embeddings=tied)
+    gguf_folder.write_plain(read_header(write(made, tmp_path / "model.gguf")), tmp_path / "plain")
+    ours, original = load_file(tmp_path / "plain" / "model.safetensors"), load_file(made / "model.safetensors")
     assert ours.keys() == original.keys()
     for name, weight in original.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-6 if kind == "gemma3" else 0, rtol=0, msg=name)
-    ours_say, made_says = (oracle_logits(oracle(path), IDS) for path in (folder, made))
+        torch.testing.assert_close(ours[name], weight, atol=1e-6 if family == "gemma3_text" else 0, rtol=0, msg=name)
+    ours_say, made_says = (oracle_logits(oracle(path), IDS) for path in (tmp_path / "plain", made))
     torch.testing.assert_close(ours_say, made_says, atol=2e-5, rtol=1e-4)
 
 
 def test_a_file_runs_under_its_own_name(capsys, llama, tmp_path, cache):
-    """LLM, and the command line; the first time says what it takes, the next finds it by content."""
-    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q4_0)
-    with pytest.warns(UserWarning, match=r"model\.gguf holds .*M weights in .* MB; .* as bfloat16, once: .* MB there"):
-        llm = LLM(file)
-    with llm:
+    """LLM, and the command line; nothing is said, and config and tokenizer are found again by content."""
+    file = write(llama, tmp_path / "model.gguf", Kind.Q4_0)
+    with LLM(file) as llm:
         text = llm.generate("hello", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].text
         assert llm.model.eos_token_ids == (EOS,)
         assert llm.tokenizer.has_chat_template
@@ -83,8 +82,8 @@ def test_types_that_a_file_has_decide_what_is_stored(llama, tmp_path):
     for at, (stored, dtype) in enumerate(
         [(Kind.F32, torch.float32), (Kind.F16, torch.float16), (Kind.BF16, torch.bfloat16), (Kind.Q4_0, torch.bfloat16)]
     ):
-        folder = converted(write(llama, tmp_path / f"{at}.gguf", "llama", stored))
-        found = load_file(folder / "model.safetensors")
+        gguf_folder.write_plain(read_header(write(llama, tmp_path / f"{at}.gguf", stored)), tmp_path / str(at))
+        found = load_file(tmp_path / str(at) / "model.safetensors")
         assert {one.dtype for one in found.values()} == {dtype}
         weight = load_file(llama / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
         expected = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), stored), stored)).to(dtype)
@@ -108,16 +107,16 @@ def read_back(tmp_path: Path, raw: np.ndarray, kind: Kind) -> torch.Tensor:
     out.write_tensors_to_file()
     out.close()
     header = read_header(tmp_path / "one.gguf")
-    return torch.cat(list(gguf_folder.plain(header.path, header.tensors[0])))
+    return Mapped().numbers(header.tensors[0])
 
 
-@pytest.mark.parametrize("number", sorted(theirs.GGML_BLOCK))
+@pytest.mark.parametrize("number", sorted(number for number in theirs.GGML_BLOCK if Kind(number).name in FORMATS))
 def test_blocks_are_read_as_transformers_reads_them(number, tmp_path, monkeypatch):
     """Every type that its reader has, in pieces of a few rows."""
     kind = Kind(number)
     raw = blocks_of(kind, 5, 3)
     per_row = 3 * gguf.GGML_QUANT_SIZES[kind][0]
-    monkeypatch.setattr(gguf_folder, "CHUNK", 2 * per_row)
+    monkeypatch.setattr(gguf_weights, "PIECE", 2 * per_row)
     found = read_back(tmp_path, raw, kind)
     assert found.shape == (5, per_row)
     expected = theirs.dequantize(torch.from_numpy(raw.copy()).view(-1, raw.shape[1] // 3), number).reshape(5, per_row)
@@ -155,30 +154,34 @@ def test_frequencies_of_llama_3_become_its_config(factor, tmp_path):
     plain = 1 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
     assert len(set((plain / scaled).round(decimals=2).tolist())) > 3  # some divided by nothing, all, and between
     divisors = {"rope_freqs.weight": (plain / scaled).numpy()}
-    folder = converted(write(made, tmp_path / "model.gguf", "llama", extra=divisors))
+    folder = converted(write(made, tmp_path / "model.gguf", extra=divisors))
     assert load_model(folder).config.rope_parameters == rope
-    odd = write(made, tmp_path / "odd.gguf", "llama", extra={"rope_freqs.weight": np.linspace(1, 3, 32)})
-    with pytest.raises(ModelError, match=r"neither Llama 3\.1's nor Llama 3\.2's"):
-        converted(odd)
+    odd = torch.linspace(1, 3, 32)  # Llama 3's of no factor: the divisors themselves, at any length
+    other = LLM(write(made, tmp_path / "odd.gguf", extra={"rope_freqs.weight": odd.numpy()}), dtype="float32")
+    with other:
+        rotary = other.model.runner.rotary
+        assert (rotary.regime(1), rotary.regime(65536)) == (0, 0)
+        cos, _ = rotary._module(torch.zeros(1), torch.tensor([[3]]))
+    torch.testing.assert_close(cos[0, 0, :32], (3 * plain / odd).cos(), atol=1e-6, rtol=0)
 
 
 def test_scaled_rotation_is_read_or_refused(llama, tmp_path):
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
-    found = load_model(converted(write(llama, tmp_path / "yarn.gguf", "llama", **yarn))).config.rope_parameters
+    found = load_model(converted(write(llama, tmp_path / "yarn.gguf", **yarn))).config.rope_parameters
     assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
-    found = load_model(converted(write(llama, tmp_path / "linear.gguf", "llama", **linear))).config.rope_parameters
+    found = load_model(converted(write(llama, tmp_path / "linear.gguf", **linear))).config.rope_parameters
     assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
     for more in ({"rope__scaling__type": "longrope"}, {"rope__scaling__type": "yarn"}):
         with pytest.raises(ModelError, match=r"rope.scaling.type='(longrope|yarn)' .* is not read"):
-            converted(write(llama, tmp_path / f"{len(more)}.gguf", "llama", **more))
+            converted(write(llama, tmp_path / f"{len(more)}.gguf", **more))
 
 
 def test_words_are_cut_as_the_file_says(llama, tmp_path):
     """SmolLM's merges were learned on single digits: a digit never joins what stands before it, a space among it."""
     ways = {}
     for pre in ("default", "smollm"):
-        folder = converted(write(llama, tmp_path / f"{pre}.gguf", "llama", pre=pre))
+        folder = converted(write(llama, tmp_path / f"{pre}.gguf", pre=pre))
         tokenizer = load_tokenizer(folder)
         ids = tokenizer.encode("ab  12", add_special_tokens=False)
         assert tokenizer.decode(ids) == "ab  12"
@@ -207,7 +210,7 @@ def edit(file: Path, at: int, new: bytes) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_no_whole_file_is_an_error_of_one_line(capsys, case, llama, tmp_path, cache):
-    file = write(llama, tmp_path / "model.gguf", "llama")
+    file = write(llama, tmp_path / "model.gguf")
     harm, message = CASES[case]
     harm(file)
     with pytest.raises(ModelError, match=message) as caught:
@@ -220,7 +223,7 @@ def test_what_is_no_whole_file_is_an_error_of_one_line(capsys, case, llama, tmp_
 
 def test_harmed_headers_are_read_or_refused(llama, tmp_path, cache):
     """Whatever a byte becomes: a model, or a ModelError of one line, and nothing else of it in the cache."""
-    whole = write(llama, tmp_path / "model.gguf", "llama", without=("tokenizer",), vocab_size=272).read_bytes()
+    whole = write(llama, tmp_path / "model.gguf", without=("tokenizer",), vocab_size=272).read_bytes()
     head = min(tensor.offset for tensor in read_header(tmp_path / "model.gguf").tensors)
     rng = np.random.default_rng(0)
     file, ends = tmp_path / "harmed.gguf", Counter()
@@ -230,7 +233,7 @@ def test_harmed_headers_are_read_or_refused(llama, tmp_path, cache):
             data[at] = rng.integers(0, 256)
         file.write_bytes(data[: int(rng.integers(4, head))] if rng.random() < 0.2 else data)
         try:
-            gguf_folder.write_folder(read_header(file), tmp_path / "out")
+            gguf_folder.write_config(read_header(file), tmp_path / "out")
             ends["read"] += 1
         except ModelError as error:
             ends["refused" if len(str(error).splitlines()) == 1 else "said at length"] += 1
@@ -239,9 +242,10 @@ def test_harmed_headers_are_read_or_refused(llama, tmp_path, cache):
 
 
 REFUSED = {
-    "a part by name": ({}, "part 2 of 3 of a split GGUF file"),
-    "a part by key": ({"split.count": 4}, "part 1 of 4 of a split"),
-    "experts": ({"expert_count": 8}, r"llama.expert_count=8 is not read"),
+    "a part by name": ({}, "is a part of a model, and model-00001-of-00003.gguf is not beside it"),
+    "a part by key": ({"split.count": 4}, "is one of 4 parts of a model; name them as"),
+    "experts that are not there": ({"expert_count": 8, "expert_used_count": 2}, "but the checkpoint holds"),
+    "scaled logits": ({"logit_scale": 0.5}, r"llama.logit_scale=0.5 is not read"),
     "half rotated heads": ({"rope.dimension_count": 8}, r"rope.dimension_count=8 is not read"),
     "no sizes": ({"without": ("block_count",)}, "does not say llama.block_count"),
     "no heads": ({"attention.head_count": 0}, "no number of heads"),
@@ -258,18 +262,14 @@ def test_what_has_no_place_is_refused_by_name(llama, tmp_path):
         without, extra = change.pop("without", ()), change.pop("extra", None)
         file = tmp_path / name
         if case == "a part by key":
-            file = write(llama, file, "llama")
-            data = file.read_bytes()
-            pair = struct.pack("<Q", 11) + b"split.count" + struct.pack("<IH", 2, 4)
-            (count,) = struct.unpack_from("<Q", data, 16)
-            file.write_bytes(data[:16] + struct.pack("<Q", count + 1) + pair + data[24:])
+            write(llama, file, raw={"split.count": 4})
         else:
-            write(llama, file, "llama", without=without, extra=extra, **change)
+            write(llama, file, without=without, extra=extra, **change)
         with pytest.raises(ModelError, match=message):
             load_model(converted(file))
     unknown = tmp_path / "unknown.gguf"
-    unknown.write_bytes(write(llama, tmp_path / "known.gguf", "llama").read_bytes().replace(b"llama", b"mambo"))
-    with pytest.raises(ModelError, match=r"'mambo' are not read, only those of llama, qwen2, qwen3, gemma3"):
+    unknown.write_bytes(write(llama, tmp_path / "known.gguf").read_bytes().replace(b"llama", b"mambo"))
+    with pytest.raises(ModelError, match=r"'mambo' are not read, only those of llama, mistral3, qwen2"):
         converted(unknown)
 
 
@@ -280,56 +280,6 @@ def test_a_checkpoint_folder_may_be_named_as_a_file(llama, tmp_path):
 
 
 def test_a_folder_of_gguf_files_says_to_give_the_file(llama, tmp_path):
-    file = write(llama, tmp_path / "model.gguf", "llama")
+    file = write(llama, tmp_path / "model.gguf")
     with pytest.raises(ModelError, match=str(file)):
         load_model(tmp_path)
-
-
-def test_no_room_is_said_before_anything_is_written(llama, tmp_path, monkeypatch, cache):
-    file = write(llama, tmp_path / "model.gguf", "llama")
-    monkeypatch.setattr(cached.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    monkeypatch.setattr(cached.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
-    with pytest.raises(ModelError, match=r"0.00 GB are needed and 0.00 GB are free.*; free some space"):
-        converted(file)
-    assert not any(path.name.startswith("gguf-") for path in cache.iterdir())
-
-
-def test_a_conversion_that_was_ended_leaves_no_folder(llama, tmp_path, monkeypatch, cache):
-    """A half folder is never taken for a whole one: it has no name before that, and a shortened one is none."""
-    file = write(llama, tmp_path / "model.gguf", "llama")
-    real = gguf_folder._write_weights
-
-    def ended(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gguf_folder, "_write_weights", ended)
-    with pytest.raises(KeyboardInterrupt):
-        converted(file)
-    assert list(cache.iterdir()) == []
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
-    folder = converted(file)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    assert converted(file) == folder
-    assert weights.read_bytes() == whole
-
-
-def test_memory_for_a_conversion_is_that_of_some_rows(llama, tmp_path, monkeypatch):
-    """Matrices come in pieces; only queries and keys, whose rows are put in order, are whole."""
-    file = write(llama, tmp_path / "model.gguf", "llama", Kind.Q4_0)
-    monkeypatch.setattr(gguf_folder, "CHUNK", 256)
-    seen = []
-    real = gguf.dequantize
-
-    def watched(data, kind):
-        seen.append(real(data, kind))
-        return seen[-1]
-
-    monkeypatch.setattr(gguf, "dequantize", watched)
-    converted(file)
-    assert max(values.size for values in seen) <= 256
-    assert sum(values.size for values in seen) == read_header(file).weights
-    assert math.prod(read_header(file).tensors[0].shape) > 256

@@ -1,6 +1,6 @@
-"""Q8_0 as it lies in a GGUF file: values against the gguf package's dequantiser bit for bit, products against float64
-on every instruction set and under Triton's interpreter, models against transformers' modules of the dequantised
-weights, and refusals."""
+"""Q8_0, as it lies in a GGUF file and in planes: values against the gguf package's dequantiser bit for bit, products
+against float64 on every instruction set and under Triton's interpreter, models against transformers' modules of the
+dequantised weights, and refusals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
-from saccade.models import gguf_folder
-from saccade.models.folders import checkpoint_folder
-from saccade.models.gguf_header import read_header
+from saccade.models.gguf_parts import read_header
+from saccade.models.gguf_weights import Mapped
 from saccade.models.loader import load_model
 from saccade.ops import cpu
 from saccade.ops.block_weights import Q8_0
 from saccade.ops.layer_rows import head
 from saccade.ops.layer_weights import Norm
+from saccade.ops.planes import FORMATS as PLANES
+from saccade.ops.planes import packed
 from saccade.ops.triton import block_products
 
 IDS = random_ids(40, seed=5)
@@ -84,7 +85,7 @@ def test_the_cpu_reads_every_value_as_it_is(isa):
     picked = torch.eye(64)[::7] * 8.0  # whose norm is 8 again
     cpu.set_isa(isa)
     try:
-        assert torch.equal(head(picked, one, held), (picked @ values.double().T.float()))
+        assert torch.equal(head(picked, one, packed(held)), (picked @ values.double().T.float()))
     finally:
         cpu.set_isa(None)
 
@@ -95,6 +96,7 @@ def test_the_cpu_reads_every_value_as_it_is(isa):
 def test_products_of_few_rows_on_a_cpu(isa, dtype):
     norm, x = Norm(1 + 0.1 * draw(160, dtype=dtype), 1e-5), draw(17, 160, seed=1, dtype=dtype)
     held, values = matrix(203, 160, draw(203, seed=2, dtype=dtype), even=True)
+    held = packed(held)
     cpu.set_isa(isa)
     try:
         made = head(x, norm, held)
@@ -104,7 +106,7 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
     wide = x.double()
     normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()).to(dtype).double()
     exact = normed @ values.double().T + held.bias.double()
-    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 2e-2)
+    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 5e-2)  # of 8 bits
     assert torch.equal(torch.cat(alone), made[[0, 16]])  # a row hangs on no other
 
 
@@ -153,13 +155,13 @@ def said(llm: LLM) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
     """The same tokens, and logits within 1e-4, as transformers' model of the weights that the gguf package reads."""
-    file = write(tiny(kind, tmp_path / "made", tie_word_embeddings=tied), tmp_path / "m.gguf", kind, Kind.Q8_0)
-    gguf_folder.write_folder(read_header(file), tmp_path / "plain", torch.float32)
-    theirs = oracle(tmp_path / "plain")
+    made = tiny(kind, tmp_path / "made", tie_word_embeddings=tied)
+    theirs = oracle(made)
+    file = write(made, tmp_path / "m.gguf", Kind.Q8_0, model=theirs)
     llm = opened(file)
     weights = llm.model.runner.llama.weights
     matrices = [part for layer in weights.layers for part in layer.matrices] + [weights.head, weights.embedding]
-    assert {type(part) for part in matrices} == {Q8_0}
+    assert {type(part) for part in matrices} == {PLANES["Q8_0"] if cpu.available() else Q8_0}
     assert (weights.head is weights.embedding) == tied
     assert llm.model.identity.quantize == "Q8_0"
     assert llm.model.weight_bytes < 0.3 * sum(one.nbytes for one in theirs.parameters())
@@ -175,43 +177,29 @@ def test_a_model_is_its_dequantised_modules(kind, tied, tmp_path):
     )
 
 
-def test_matrices_are_the_files_own_memory(tmp_path):
-    """All but a Llama's queries and keys, whose rows a converter has put in another order."""
-    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", "llama", Kind.Q8_0)
-    weights = load_model(checkpoint_folder(file)).runner.llama.weights
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
-    areas = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
-
-    def mapped(part: Q8_0) -> bool:
-        first = part.weight.data_ptr()
-        return any(low <= first and first + part.weight.nbytes <= high for low, high in areas)
-
-    for layer in weights.layers:
-        assert [mapped(part) for part in layer.matrices] == [False, False, True, True, True, True, True]
-    assert mapped(weights.head)
-    assert mapped(weights.embedding)
-
-
-def test_other_types_beside_it(tmp_path):
-    """Matrices of plain numbers among those in blocks; a format without a class makes the file plain numbers whole."""
-    made = tiny("qwen2", tmp_path / "made")
-    mixed = write(made, tmp_path / "mixed.gguf", "qwen2", Kind.Q8_0, others={"attn_v": Kind.F16, "output": Kind.F32})
-    llm = opened(mixed)
-    kinds = {type(part).__name__ for part in llm.model.runner.llama.weights.layers[0].matrices}
-    assert kinds == {"Q8_0", "DenseMatrix"}
-    gguf_folder.write_folder(read_header(mixed), tmp_path / "plain", torch.float32)
-    tokens, _ = said(llm)
-    wanted = torch.log_softmax(oracle_logits(oracle(tmp_path / "plain"), IDS + tokens), -1)
-    assert wanted[len(IDS) - 1 : -1].argmax(-1).tolist() == tokens
-    other = write(made, tmp_path / "other.gguf", "qwen2", Kind.Q8_0, others={"ffn_down": Kind.Q4_0})
-    with pytest.warns(UserWarning, match="written to the cache as bfloat16"):
-        folder = checkpoint_folder(other)
-    assert (folder / "model.safetensors").is_file()
+def test_a_model_holds_its_weights_once(tmp_path):
+    """In planes; pages of the file that were read for them are given back, as often as they are read again."""
+    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
+    header = read_header(file)
+    mapped = Mapped()
+    largest = max(header.tensors, key=lambda one: one.nbytes)
+    first = mapped.stored(largest)
+    kept = first.clone()
+    for one in header.tensors:
+        mapped.stored(one)
+    assert torch.equal(first, kept)
+    area, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            inside = line.endswith(str(file))
+        if inside and line.startswith("Rss:"):
+            area += int(line.split()[1]) << 10
+    assert area < file.stat().st_size
 
 
 def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache):
     made = tiny("llama", tmp_path / "made")
-    file = write(made, tmp_path / "m.gguf", "llama", Kind.Q8_0)
+    file = write(made, tmp_path / "m.gguf", Kind.Q8_0)
     code, out, err = run(capsys, "generate", "hello", "-m", str(file), "-n", "5", "--raw")
     assert (code, "weights" in err) == (0, False)
     (tmp_path / "elsewhere").mkdir()
@@ -225,11 +213,9 @@ def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path):
-    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", "llama", Kind.Q8_0)
+    file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     with pytest.raises(ModelError, match=r"quantize='fp8_reference' is for weights of 16 or 32 bits; m.gguf has fewer"):
         LLM(file, quantize="fp8_reference")
-    gone = write(
-        tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", "llama", Kind.Q8_0, without=("blk.1.ffn_up.weight",)
-    )
+    gone = write(tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", Kind.Q8_0, without=("blk.1.ffn_up.weight",))
     with pytest.raises(ModelError, match="no weights in the checkpoint"):
         LLM(gone)

@@ -22,13 +22,14 @@ from saccade.engine.params import SamplingParams
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.methods import Policy
+from saccade.models.matrix_modules import MatrixProduct
 from saccade.outputs import RequestOutput
 
 TRANSFORMERS = "transformers"  # the row of transformers' default attention
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 WARM_TOKENS = 512
 CPU = torch.device("cpu")
-PARTS = ("attention", "selection", "linear")  # what is timed apart; "linear" is every nn.Linear, the head included
+PARTS = ("attention", "selection", "linear")  # timed apart; "linear": every product with weights, the head included
 
 COLUMNS = (
     "context",
@@ -283,7 +284,7 @@ def linear_timed(model: nn.Module, clock: Clock) -> Iterator[None]:
     work."""
     handles = []
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+        if isinstance(module, (nn.Linear, MatrixProduct)) and module.weight.device.type == "cpu":
             handles.append(module.register_forward_pre_hook(lambda *_: clock.begin("linear")))
             handles.append(module.register_forward_hook(lambda *_: clock.end()))
     try:

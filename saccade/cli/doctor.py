@@ -73,7 +73,22 @@ def collect() -> dict[str, dict[str, Any]]:
             "note": device_note(device) if not gpus else None,
             "fp8 products": fp8.why_not(device, torch.bfloat16) or "ready: quantize='fp8'",
         },
+        "models": _models(),
         "recorded decode steps": _recorded(),
+    }
+
+
+def _models() -> dict[str, str]:
+    """What loads."""
+    from saccade.models.families import FAMILIES
+    from saccade.models.gguf_header import PLAIN
+    from saccade.models.gguf_names import FAMILIES as READ
+    from saccade.ops.block_weights import FORMATS
+
+    return {
+        "families": ", ".join(FAMILIES),
+        "GGUF files of": ", ".join(READ),
+        "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, inspect, methods, serve, sessions
+from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, info, inspect, methods, serve, sessions
 from saccade.cli import eval as evaluation
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
@@ -30,6 +30,7 @@ app.command("sessions")(sessions.sessions)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("fetch")(fetch.fetch)
+app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate")(calibrate.calibrate)

@@ -75,7 +75,8 @@ class TransformersModel:
         checkpoint = open_checkpoint(path)
         if checkpoint.gguf is not None:
             raise ModelError(
-                f"transformers does not run the blocks of {checkpoint.gguf}; give a folder of safetensors to compare"
+                f"transformers does not run the blocks of {checkpoint.gguf.path}; give a folder of safetensors to "
+                "compare"
             )
         folder = checkpoint.path
         with quiet_transformers():

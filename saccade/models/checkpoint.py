@@ -9,12 +9,15 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
 from saccade.errors import ModelError, shown, whole_number
+
+if TYPE_CHECKING:
+    from saccade.models.gguf_header import GgufHeader
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,14 +35,14 @@ _FLOAT_STORAGE = {
 @dataclass(frozen=True)
 class Checkpoint:
     """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in,
-    ``shapes`` those of all stored tensors by name. ``gguf``: the GGUF file that holds the weights in place of
-    safetensors files."""
+    ``shapes`` those of all stored tensors by name. ``gguf``: what the GGUF file that holds the weights in place of
+    safetensors files says of itself."""
 
     path: Path
     config: dict[str, Any]
     stored_dtype: torch.dtype
     shapes: dict[str, torch.Size]
-    gguf: Path | None = None
+    gguf: GgufHeader | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -48,7 +51,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     config = read_config(folder)
     check_generation_config(folder)
     if (folder / GGUF_LINK).is_symlink() and not (folder / SINGLE_FILE).exists():
-        from saccade.models.gguf_header import read_header
+        from saccade.models.gguf_parts import read_header
         from saccade.models.gguf_weights import stored_shapes
 
         file = (folder / GGUF_LINK).readlink()
@@ -56,7 +59,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise ModelError(
                 f"{file}, whose config and tokenizer {folder} holds, has gone; give the GGUF file where it is now"
             )
-        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(read_header(file)), file)
+        header = read_header(file)
+        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header)
     return Checkpoint(folder, config, *read_headers(weight_files(folder)))
 
 

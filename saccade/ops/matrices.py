@@ -1,5 +1,5 @@
 """A weight matrix behind one interface: :class:`Matrix`, and a class for each format that it may be stored in. Plain
-numbers are here; ``ops.fp8`` and ``ops.block_weights`` have the others."""
+numbers are here; ``ops.fp8_weights``, ``ops.block_weights`` and ``ops.planes`` have the others."""
 
 from __future__ import annotations
 

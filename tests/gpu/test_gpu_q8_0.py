@@ -41,7 +41,7 @@ def test_products(rows, outputs, channels, biased):
 def test_a_model_answers_as_on_a_cpu(kind, tmp_path: Path, monkeypatch):
     """In a prefill and in recorded steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = write(tiny(kind, tmp_path / "made"), tmp_path / "m.gguf", kind, Kind.Q8_0)
+    file = write(tiny(kind, tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     greedy, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for device in ("cpu", "cuda"):
         with LLM(file, dtype="float32", kv_memory="16MiB", device=device) as llm:

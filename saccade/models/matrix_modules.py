@@ -1,0 +1,178 @@
+"""transformers' modules over matrices of any format: what runs the families that are not of Llama's shape where their
+weights are no plain numbers. Products, embeddings and experts are exchanged; all else stays the family's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.models.gguf_weights import GgufWeights
+from saccade.models.llama_weights import matrix_of
+from saccade.ops.matrices import Matrix
+from saccade.ops.planes import packed
+
+
+class MatrixProduct(nn.Module):
+    """In the place of an ``nn.Linear``: ``matrix`` times rows, plus its bias."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    @property
+    def weight(self) -> Tensor:
+        """As it is stored."""
+        return self.matrix.weight
+
+    @property
+    def out_features(self) -> int:
+        """As of an ``nn.Linear``."""
+        return self.matrix.outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., channels] -> [..., outputs]."""
+        return self.matrix.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class MatrixEmbedding(nn.Module):
+    """In the place of an ``nn.Embedding``: rows of ``matrix`` in ``dtype``, times ``scale``."""
+
+    def __init__(self, matrix: Matrix, dtype: torch.dtype, scale: float | None) -> None:
+        super().__init__()
+        self.matrix, self.dtype, self.scale = matrix, dtype, scale
+
+    @property
+    def weight(self) -> Tensor:
+        """As it is stored."""
+        return self.matrix.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids`` int64 [...] -> [..., channels]."""
+        rows = self.matrix.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
+        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
+
+
+class MatrixExperts(nn.Module):
+    """In the place of a family's experts, whose matrices it has apart: ``gated`` makes of what an expert's ``gate`` and
+    ``up`` give what its ``down`` takes."""
+
+    def __init__(
+        self,
+        gate: list[Matrix],
+        up: list[Matrix],
+        down: list[Matrix],
+        gated: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.experts, self.gated = list(zip(gate, up, down, strict=True)), gated
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Rows [n, channels], the experts of each int64 [n, k] and what they count for [n, k] -> [n, channels]. Rows of
+        an expert are computed together."""
+        out = torch.zeros_like(hidden_states)
+        for number in top_k_index.unique().tolist():
+            gate, up, down = self.experts[number]
+            rows, place = torch.where(top_k_index == number)
+            given = hidden_states[rows]
+            made = down.product(self.gated(gate.product(given), up.product(given)))
+            out.index_add_(0, rows, (made * top_k_weights[rows, place, None]).to(out.dtype))
+        return out
+
+
+def matrices(model: nn.Module) -> Iterator[Matrix]:
+    """All matrices of a filled model, each once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        held: Iterable[Matrix] = ()
+        if isinstance(module, (MatrixProduct, MatrixEmbedding)):
+            held = (module.matrix,)
+        elif isinstance(module, MatrixExperts):
+            held = chain.from_iterable(module.experts)
+        for matrix in held:
+            if id(matrix) not in seen:
+                seen.add(id(matrix))
+                yield matrix
+
+
+def formats(model: nn.Module) -> str | None:
+    """Formats of the matrices that are no plain numbers; None where all are."""
+    return "+".join(sorted({one.format for one in matrices(model) if one.format is not None})) or None
+
+
+def stored_as(model: nn.Module) -> dict[str, torch.Size]:
+    """Names and shapes of all weights of a model, experts apart as GGUF has them."""
+    shapes: dict[str, torch.Size] = {}
+    for name, held in model.state_dict().items():
+        start, _, own = name.rpartition(".")
+        if not start.endswith(".experts"):
+            shapes[name] = held.shape
+            continue
+        part, _, bias = own.partition("_proj")
+        shape = held.shape
+        if not bias and f"{name}_bias" in model.state_dict():  # gpt-oss has its experts' matrices transposed
+            shape = torch.Size((shape[0], shape[2], shape[1]))
+        suffix = "bias" if bias else "weight"
+        if part == "gate_up":
+            half = torch.Size((shape[0], shape[1] // 2, *shape[2:]))
+            shapes |= {f"{start}.gate.{suffix}": half, f"{start}.up.{suffix}": half}
+        else:
+            shapes[f"{start}.{part}.{suffix}"] = shape
+    return shapes
+
+
+def fill(model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype) -> None:
+    """Give ``model``, which was made on torch's "meta" device, the weights of ``source``."""
+    decoder = model.get_decoder()
+    head, embedding = model.get_output_embeddings(), decoder.embed_tokens
+    tied = bool(model.config.tie_word_embeddings)
+    table = matrix_of(source, "model.embed_tokens", use="matrix" if tied else "table")
+    for name, module in list(model.named_modules()):
+        made: nn.Module | None = None
+        if module is embedding:
+            made = MatrixEmbedding(table, dtype, getattr(module, "scalar_embed_scale", None))
+        elif module is head and tied:
+            made = MatrixProduct(table)
+        elif isinstance(module, nn.Linear):
+            made = MatrixProduct(matrix_of(source, name, bias=module.bias is not None))
+        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            made = _experts(name, module, source)
+        if made is not None:
+            model.set_submodule(name, made)
+    for name, held in [*model.named_parameters(), *_stored_buffers(model)]:
+        parent, _, own = name.rpartition(".")
+        value = source.plain(name, held.dtype).to(device)
+        placed = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
+        setattr(model.get_submodule(parent), own, placed)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # which holds factors of its own
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    stored = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
+    def apart(part: str) -> list[Matrix]:
+        whole, count = f"{name}.{part}", module.num_experts
+        biases: list[Tensor | None] = [None] * count
+        if f"{whole}.bias" in source:
+            biases = list(source.tensor(f"{whole}.bias", "vector").unbind())
+        kind, rows = source.format(f"{whole}.weight"), source.tensor(f"{whole}.weight", "matrix")
+        parts = rows.reshape(count, -1, rows.shape[-1])
+        return [packed(kind.of(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+
+    if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
+
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            return module._apply_gate(torch.stack([gate, up], -1).flatten(-2))
+
+    else:
+
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            return module.act_fn(gate) * up
+
+    return MatrixExperts(apart("gate"), apart("up"), apart("down"), gated)

@@ -1,0 +1,205 @@
+"""Quantised weights as the C++ kernels read them: rows in groups of 16, a lane of a vector each, scales before codes in
+one stream (csrc/plane_formats.h). They are packed once, as they are loaded, and are worth what their format says, to
+the bit.
+
+A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.ops import cpu
+from saccade.ops.block_weights import PIECE, BlockMatrix
+from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+
+GROUP = 16  # rows that lie together
+FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks them
+
+
+class PlaneMatrix(Matrix):
+    """``weight`` uint8 [ceil(outputs / 16), bytes]; what fills up the last group is 0. ``bias`` in the activations'
+    dtype. A format is a subclass."""
+
+    number: ClassVar[int]  # of the format in csrc/plane_formats.h
+    step: ClassVar[int]  # channels are a multiple of it
+
+    def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
+        self.weight, self.bias, self._outputs = weight, bias, outputs
+        self.channels = weight.shape[1] // native.plane_group_bytes(self.number, self.step) * self.step
+
+    @property
+    def outputs(self) -> int:
+        """See :class:`Matrix`."""
+        return self._outputs
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
+        """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
+        return cls(weight, GROUP * weight.shape[0] if bias is None else bias.numel(), bias)
+
+    @classmethod
+    def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
+        """A matrix scale * (code - zero): ``codes`` uint8 [outputs, channels], ``scales`` float16 and ``zeros`` uint8
+        [outputs, channels / step]."""
+        return cls._packed(codes, codes.shape[1], bias, scales=address(scales), zeros=address(zeros))
+
+    @classmethod
+    def _packed(cls, stored: Tensor, channels: int, bias: Tensor | None, **more: int) -> PlaneMatrix:
+        outputs = stored.shape[0]
+        groups = -(-outputs // GROUP)
+        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8)
+        call = native.PackPlanes(
+            format=cls.number,
+            threads=torch.get_num_threads(),
+            rows=outputs,
+            channels=channels,
+            stored=address(stored),
+            planes=address(weight),
+            **more,
+        )
+        native.pack_planes(call)
+        return cls(weight, outputs, bias)
+
+    @staticmethod
+    def of_blocks(matrix: BlockMatrix) -> PlaneMatrix:
+        """``matrix`` in planes."""
+        return FORMATS[str(matrix.format)]._packed(matrix.weight.contiguous(), matrix.channels, matrix.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`."""
+        out = x.new_empty(x.shape[0], self.outputs)
+        own = self.native(x.dtype) if x.shape[0] <= FEW_ROWS else None
+        if own is not None:
+            x = x.contiguous()
+            call = native.ProductRows(
+                threads=torch.get_num_threads(),
+                storage=STORAGE[x.dtype],
+                rows=x.shape[0],
+                channels=self.channels,
+                x=address(x),
+                matrix=own,
+                out=address(out),
+            )
+            cpu.kernels().product_rows(call)
+            return out
+        step = max(GROUP, PIECE // self.channels // GROUP * GROUP)
+        for first in range(0, self.outputs, step):
+            part = slice(first, min(first + step, self.outputs))
+            bias = None if self.bias is None else self.bias[part]
+            out[:, part] = DenseMatrix(self._values(x.dtype, part.stop - first, first=first), bias).product(x)
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        ids = ids.long().contiguous()
+        return self._values(dtype, ids.numel(), ids=address(ids))
+
+    def _values(self, dtype: torch.dtype, count: int, **which: int) -> Tensor:
+        kind = dtype if dtype in STORAGE else torch.float32
+        out = torch.empty(count, self.channels, dtype=kind)
+        call = native.PlaneRows(
+            threads=torch.get_num_threads(),
+            storage=STORAGE[kind],
+            matrix=self._native(None),
+            channels=self.channels,
+            count=count,
+            out=address(out),
+            **which,
+        )
+        cpu.kernels().plane_rows(call)
+        return out.to(dtype)
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`. SaccadeError where a part would begin within a group of 16."""
+        if any(width % GROUP for width in widths[:-1]):
+            raise SaccadeError(f"{self.format} in planes splits at multiples of {GROUP} outputs; got {list(widths)}")
+        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
+        parts = self.weight.split([-(-width // GROUP) for width in widths])
+        return [type(self)(part, width, bias) for part, width, bias in zip(parts, widths, biases)]
+
+    @classmethod
+    def join(cls, parts: Sequence[Matrix]) -> Matrix:
+        """See :class:`Matrix`. SaccadeError where one but the last has no whole groups of 16."""
+        if any(part.outputs % GROUP for part in parts[:-1]):
+            raise SaccadeError(f"{cls.format} in planes joins multiples of {GROUP} outputs")
+        joined = super().join(parts)
+        return cls(joined.weight, sum(part.outputs for part in parts), joined.bias)
+
+    def native(self, dtype: torch.dtype) -> Any | None:
+        """See :class:`Matrix`."""
+        return self._native(address(self.bias)) if on_host(dtype, self.weight, self.bias) else None
+
+    def _native(self, bias: int | None) -> Any:
+        weight, number = address(self.weight), self.number
+        return native.RowMatrix(weight=weight, bias=bias or 0, rows=self.outputs, format=number)
+
+
+# In the order of their numbers in csrc/plane_formats.h, and channels of a record. INT: int4 and int8 of AWQ, GPTQ and
+# compressed-tensors, by the channels of a group, with scales of float16 or bfloat16.
+_STEPS = {
+    "Q4_0": 32,
+    "Q4_1": 32,
+    "Q5_0": 32,
+    "Q5_1": 32,
+    "Q8_0": 32,
+    "Q2_K": 256,
+    "Q3_K": 256,
+    "Q4_K": 256,
+    "Q5_K": 256,
+    "Q6_K": 256,
+    "IQ4_NL": 32,
+    "IQ4_XS": 256,
+    "MXFP4": 32,
+    "INT4_32": 32,
+    "INT4_64": 64,
+    "INT4_128": 128,
+    "INT8_32": 32,
+    "INT8_64": 64,
+    "INT8_128": 128,
+    "INT4_32_BF16": 32,
+    "INT4_64_BF16": 64,
+    "INT4_128_BF16": 128,
+    "INT8_32_BF16": 32,
+    "INT8_64_BF16": 64,
+    "INT8_128_BF16": 128,
+}
+FORMATS: dict[str, type[PlaneMatrix]] = {
+    name: type(
+        f"{name}Planes", (PlaneMatrix,), {"format": name, "number": number, "step": step, "__module__": __name__}
+    )
+    for number, (name, step) in enumerate(_STEPS.items(), 1)
+}
+
+
+def packed(matrix: Matrix) -> Matrix:
+    """``matrix`` in planes where it is in blocks, on a CPU whose kernels read them; or as it is."""
+    if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
+        return PlaneMatrix.of_blocks(matrix)
+    return matrix
+
+
+def nearest(weight: Tensor, bits: int, bias: Tensor | None = None) -> PlaneMatrix:
+    """``weight`` [outputs, channels] in integers of 4 or 8 bits, each the nearest: by groups of 32 channels a float16
+    scale, and the zero that lets the codes reach from the group's least number to its greatest."""
+    kind, most = FORMATS[f"INT{bits}_32"], (1 << bits) - 1
+    apart = weight.float().unflatten(1, (-1, kind.step))
+    low, high = apart.amin(-1).clamp(max=0), apart.amax(-1).clamp(min=0)
+    scales = ((high - low) / most).half()
+    inverse = scales.float().reciprocal().nan_to_num(posinf=0)
+    zeros = (-low * inverse).round().clamp(0, most)
+    codes = (apart * inverse[..., None] + zeros[..., None]).round().clamp(0, most).byte().flatten(1)
+    return kind.of_codes(codes, scales, zeros.byte(), bias)
+
+
+def give_back(mapped: Tensor) -> None:
+    """Let go of the pages of ``mapped``, part of a private mapping of a file to which nothing was written. Who reads
+    them again reads the file, or the system's cache of it."""
+    if cpu.available():
+        native.drop_pages(address(mapped), mapped.nbytes)
