@@ -104,7 +104,8 @@ def write_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     config."""
     config = described(header)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("config.json", config), ("generation_config.json", ends_of(header.metadata, config))):
+    ends = ends_of(header.metadata, config, str(header.path))
+    for name, content in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if header.metadata.get("tokenizer.ggml.model"):
         write_tokenizer(header, folder)

@@ -61,11 +61,6 @@ class GgufHeader:
         """Number of weights of all tensors together."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """All files of the model that hold tensors."""
-        return tuple(dict.fromkeys([self.path, *(tensor.file for tensor in self.tensors)]))
-
 
 def is_gguf(path: Path) -> bool:
     """Whether ``path`` is named as a GGUF file, or is a file that begins as one. No folder is."""
