@@ -166,18 +166,6 @@ def test_frequencies_of_llama_3_become_its_config(factor, tmp_path):
     torch.testing.assert_close(cos[0, 0, :32], (3 * plain / odd).cos(), atol=1e-6, rtol=0)
 
 
-def test_scaled_rotation_is_read_or_refused(llama, tmp_path):
-    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
-    found = load_model(converted(write(llama, tmp_path / "yarn.gguf", **yarn))).config.rope_parameters
-    assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
-    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
-    found = load_model(converted(write(llama, tmp_path / "linear.gguf", **linear))).config.rope_parameters
-    assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
-    for more in ({"rope__scaling__type": "longrope"}, {"rope__scaling__type": "yarn"}):
-        with pytest.raises(ModelError, match=r"rope.scaling.type='(longrope|yarn)' .* is not read"):
-            converted(write(llama, tmp_path / f"{len(more)}.gguf", **more))
-
-
 def test_words_are_cut_as_the_file_says(llama, tmp_path):
     """SmolLM's merges were learned on single digits: a digit never joins what stands before it, a space among it."""
     ways = {}

@@ -160,3 +160,5 @@ def _norms(config: dict[str, Any], get: Get) -> None:
         config["layer_norm_eps"] = config["norm_epsilon"] = epsilon
     else:
         get("attention.layer_norm_rms_epsilon")  # which says that it is missing
+    if not 0 <= epsilon < 1:
+        raise ValueError(f"a norm's epsilon={epsilon} is none")
