@@ -181,7 +181,9 @@ def test_words_are_cut_as_the_file_says(llama, tmp_path):
 
 def test_rules_for_words_are_transformers_own():
     """Where its reader of GGUF files, which is not public, has them, too; what digits do is their difference."""
-    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    if not (mapping := getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", None)):
+        pytest.skip("this version of transformers has no such rules")
     shared = mapping.keys() & gguf_tokenizer._RULES.keys()
     assert len(shared) >= 12
     assert {name: gguf_tokenizer._RULES[name] for name in shared} == {name: mapping[name] for name in shared}
