@@ -14,7 +14,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
+  fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
 
 setup: $(STAMP)
@@ -167,6 +167,9 @@ storm-sessions: setup
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT) $(SEEDED)
+
+fuzz-gguf: setup  # GGUF files with wrong bytes in their headers; two minutes for 20,000
+	PYTHONPATH=tests $(BIN)/python -m gguf_fuzz $(or $(COUNT),20000) $(SEEDED)
 
 # The C++ kernels under address and undefined-behaviour sanitizers (g++), in a folder of their own.
 SANITIZED := build/sanitize

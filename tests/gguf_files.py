@@ -72,6 +72,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PATTERNS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # every so many layers is global; else 4
+_CALLED = {  # by the checkpoints that the gguf package knows
+    "block_sparse_moe.router": "block_sparse_moe.router.layer",
+    "e_score_correction_bias": "e_score_correction",
+}
 _INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee", "olmo")
 
 
@@ -153,11 +157,9 @@ def parts(config: dict[str, Any], state: Mapping[str, torch.Tensor]) -> Iterator
         stem, _, own = name.rpartition(".")
         if not stem.endswith("experts") or value.dim() == 1:
             own_stem = f"{stem}.{own}" if own not in ("weight", "bias") else stem
-            found = names.get_name(
-                own_stem.replace("block_sparse_moe.router", "block_sparse_moe.router.layer").replace(
-                    "e_score_correction_bias", "e_score_correction"
-                )
-            )
+            for ours, theirs in _CALLED.items():
+                own_stem = own_stem.replace(ours, theirs)
+            found = names.get_name(own_stem)
             assert found is not None, name
             yield f"{found}.{'weight' if own == 'sinks' else 'bias' if own.endswith('bias') else 'weight'}", value
             continue
@@ -193,14 +195,16 @@ def write(
     others: Mapping[str, Kind] | None = None,
     model: Any = None,
     split: int = 0,
+    pieces: list[str] | None = None,
     raw: Mapping[str, int] | None = None,
     **metadata: Any,
 ) -> Path:
     """``checkpoint`` as a GGUF file, matrices as ``stored``. ``without``: keys and tensors that are left out;
     ``extra``: more tensors, in float32; ``others``: types of matrices by parts of their names; ``model``:
     transformers' model of the checkpoint, which is given the weights that the file holds, as the gguf package reads
-    them; ``split``: tensors of a part, for a file in parts beside ``file``; ``raw``: more keys, whole;
-    ``metadata``: more keys of the architecture, ``__`` for a dot."""
+    them; ``pieces``: a vocabulary of SentencePiece, bytes among them, later ones the better; ``split``: tensors of a
+    part, for a file in parts beside ``file``; ``raw``: more keys, whole; ``metadata``: more keys of the architecture,
+    ``__`` for a dot."""
     config = json.loads((checkpoint / "config.json").read_text())
     kind = FAMILIES[config["model_type"]][0]
     out = gguf.GGUFWriter(file, kind, split_max_tensors=split)
@@ -212,7 +216,18 @@ def write(
         add(f"{kind}.{key}", value)
     for key, value in (raw or {}).items():
         out.add_uint32(key, value)
-    if "tokenizer" not in without:
+    if pieces is not None:
+        pieces = [*pieces, *(f"[PAD{at}]" for at in range(len(pieces), config["vocab_size"]))]
+        out.add_tokenizer_model("llama")
+        out.add_tokenizer_pre("default")
+        out.add_token_list(pieces)
+        out.add_token_scores([float(at - 1000) for at in range(len(pieces))])
+        kinds = {"<unk>": 2, "<s>": 3, "</s>": 3}
+        out.add_token_types([6 if one.startswith("<0x") else kinds.get(one, 1) for one in pieces])
+        out.add_bos_token_id(1)
+        out.add_eos_token_id(2)
+        out.add_unk_token_id(0)
+    elif "tokenizer" not in without:
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre(pre)
         out.add_token_list(TOKENS)

@@ -16,12 +16,13 @@ from gguf_files import BOS, EOS, TOKENS, tiny, write
 from safetensors.torch import load_file
 from test_cli import run
 from tiny_models import oracle, oracle_logits
+from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import dequant as theirs
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from saccade import LLM, SamplingParams
 from saccade.errors import ModelError
-from saccade.models import gguf_folder, gguf_weights
+from saccade.models import gguf_folder, gguf_tokenizer, gguf_weights
 from saccade.models.folders import checkpoint_folder
 from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_weights import Mapped
@@ -165,18 +166,6 @@ def test_frequencies_of_llama_3_become_its_config(factor, tmp_path):
     torch.testing.assert_close(cos[0, 0, :32], (3 * plain / odd).cos(), atol=1e-6, rtol=0)
 
 
-def test_scaled_rotation_is_read_or_refused(llama, tmp_path):
-    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 64}
-    found = load_model(converted(write(llama, tmp_path / "yarn.gguf", **yarn))).config.rope_parameters
-    assert (found["rope_type"], found["factor"], found["original_max_position_embeddings"]) == ("yarn", 4.0, 64)
-    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
-    found = load_model(converted(write(llama, tmp_path / "linear.gguf", **linear))).config.rope_parameters
-    assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
-    for more in ({"rope__scaling__type": "longrope"}, {"rope__scaling__type": "yarn"}):
-        with pytest.raises(ModelError, match=r"rope.scaling.type='(longrope|yarn)' .* is not read"):
-            converted(write(llama, tmp_path / f"{len(more)}.gguf", **more))
-
-
 def test_words_are_cut_as_the_file_says(llama, tmp_path):
     """SmolLM's merges were learned on single digits: a digit never joins what stands before it, a space among it."""
     ways = {}
@@ -188,6 +177,69 @@ def test_words_are_cut_as_the_file_says(llama, tmp_path):
         ways[pre] = [TOKENS[token] for token in ids]
     assert ways["default"] == ["a", "b", "Ġ", "Ġ", "1", "2"]
     assert ways["smollm"] == ["a", "b", "ĠĠ", "1", "2"]
+
+
+def test_rules_for_words_are_transformers_own():
+    """Where its reader of GGUF files, which is not public, has them, too; what digits do is their difference."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    if not (mapping := getattr(theirs, "GGUF_PRE_TOKENIZER_SPLITS", None)):
+        pytest.skip("this version of transformers has no such rules")
+    shared = mapping.keys() & gguf_tokenizer._RULES.keys()
+    assert len(shared) >= 12
+    assert {name: gguf_tokenizer._RULES[name] for name in shared} == {name: mapping[name] for name in shared}
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("llama-bpe", ["I", "'ll", "Ġsay", "Ġ", "123", "45", "ĊĊ", "x"]),
+        ("qwen2", ["I", "'ll", "Ġsay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "x"]),
+        ("tekken", ["I", "'ll", "Ġsay", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "x"]),
+        ("gpt-4o", ["I'll", "Ġsay", "Ġ", "123", "45", "ĊĊ", "x"]),
+        ("gpt-2", ["I", "'ll", "Ġsay", "Ġ12345", "Ċ", "Ċ", "x"]),
+    ],
+)
+def test_a_rule_cuts_words(rule, words, llama, tmp_path):
+    made = PreTrainedTokenizerFast.from_pretrained(checkpoint_folder(write(llama, tmp_path / "m.gguf", pre=rule)))
+    cut = made.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'll say 12345\n\nx")
+    assert [word for word, _ in cut] == words
+
+
+def test_a_rule_that_is_not_known_is_said(llama, tmp_path):
+    with pytest.warns(UserWarning, match=r"m\.gguf has its text cut by a rule 'martian' that is not known here"):
+        checkpoint_folder(write(llama, tmp_path / "m.gguf", pre="martian"))
+
+
+def test_sentencepiece_is_read(llama, tmp_path):
+    """Pieces by their scores, bytes for what is in none, and a space in front."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"helo",
+        "he",
+        "ll",
+        "hell",
+    ]
+    tokens += ["hello", "\u2581hello"]
+    file = tmp_path / "m.gguf"
+    write(llama, file, pieces=tokens)
+    with LLM(file, dtype="float32") as llm:
+        ids = llm.tokenizer.encode("hello hello \u00fc")
+        assert [tokens[one] for one in ids] == [
+            "<s>", "\u2581hello", "\u2581hello", "\u2581", "<0xC3>", "<0xBC>",
+        ]  # fmt: skip
+        assert llm.tokenizer.decode(ids) == "hello hello \u00fc"
+
+
+def test_all_tokens_that_end_an_answer_are_the_files(llama, tmp_path):
+    ends = {"tokenizer.ggml.eot_token_id": 260, "tokenizer.ggml.eom_token_id": 0xFFFFFFFF}  # -1 is none
+    with LLM(write(llama, tmp_path / "m.gguf", raw=ends), dtype="float32") as llm:
+        assert llm.model.eos_token_ids == (EOS, 260)
+    with pytest.raises(ModelError, match="eot_token_id=5000 is none of its 272 tokens"):
+        checkpoint_folder(write(llama, tmp_path / "odd.gguf", raw={"tokenizer.ggml.eot_token_id": 5000}))
 
 
 CASES = {

@@ -13,11 +13,12 @@ import torch
 from gguf_files import apart, parts
 from real_models import real_gguf
 from tiny_models import oracle_logits
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from saccade import LLM, SamplingParams
 from saccade.models.folders import checkpoint_folder
 from saccade.models.gguf_parts import read_header
+from saccade.models.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.real
 
@@ -61,3 +62,24 @@ def test_a_real_file_is_its_dequantised_modules(name):
     found = torch.tensor([entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:])])
     expected = wanted[: len(ids) - 1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder", "gemma3-270m"])
+def test_tokens_are_those_of_transformers_reader(name):
+    """Which is not public, and cuts SmolLM's digits otherwise."""
+    pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    file = real_gguf(name)
+    theirs = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    ours = load_tokenizer(checkpoint_folder(file))
+    prose = files("saccade").joinpath("eval/logbook.txt").read_text(encoding="utf-8")
+    texts = [prose[at : at + 2000] for at in range(0, 20000, 2000)]
+    texts += ["", " leading", "I'll say 'twas   na\u00efve\n\n\nx\t\ty", "\u5317\u4eac \U0001f389 <think>ok</think>"]
+    texts += [
+        "<start_of_turn>user\nhi<end_of_turn>\n",
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "def f(x):\n    return x+1\n",
+    ]
+    for text in texts:
+        ids = ours.encode(text)
+        assert ids == theirs(text).input_ids
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)

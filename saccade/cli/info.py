@@ -34,14 +34,8 @@ def info(
         data = {**asdict(facts), "path": str(facts.path), "memory_available": free, "tokens_that_fit": fits}
         print(json.dumps(data, indent=2))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
     for name, value in rows(facts, free, fits).items():
-        table.add_row(name, escape(str(value)))
-    Console(soft_wrap=True).print(table)
+        print(f"{name:<16} {value}")
 
 
 def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:

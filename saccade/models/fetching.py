@@ -28,7 +28,7 @@ PIECE = 1 << 22  # bytes that are copied at once
 def into_cache(entry: Entry, say: Say) -> Path:
     """The checkpoint folder of ``entry`` in the cache, fetched if it is not there whole. ModelError, in one line, for
     what cannot be downloaded, is something else than it was, or cannot be stored."""
-    name = gguf_folder.folder_name(entry.sha256)
+    name = entry.folder_name
     if (folder := find(name)) is not None:
         return folder
     home = cache_homes()[0]

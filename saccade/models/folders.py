@@ -10,7 +10,7 @@ from saccade.errors import ModelError, shown
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     """The folder of a model given by name (one that is built in, one that ``saccade fetch`` brought, or of a hub), by a
     GGUF file, or by path. A folder here goes before a fetched model and a hub's of the same name."""
-    from saccade.models import catalogue, gguf_folder, gguf_header, hub, reference
+    from saccade.models import catalogue, gguf_header, hub, reference
 
     if isinstance(model, (str, Path)) and str(model) in reference.NAMES:
         return reference.checkpoint(str(model))
@@ -25,7 +25,9 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     if revision is not None:
         raise ModelError(f"revision={shown(revision)} is for models of a hub, but {str(model)!r} is not one")
     if gguf:
-        return gguf_folder.folder_of(model)
+        from saccade.models.gguf_folder import folder_of
+
+        return folder_of(model)
     if str(model) in catalogue.ENTRIES and not Path(model).exists():
         return catalogue.folder_of(str(model))
     return Path(model)  # whoever opens it expands a ~user, or says that there is none

@@ -118,7 +118,7 @@ def _config(metadata: dict[str, Any], names: set[str], rotary: Mapping[str, Tens
         "rope_parameters": rope(get, head_dim, rotated, context, rotary, where),
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        config[f"{ours}_token_id"] = _token(metadata, theirs, config["vocab_size"])
+        config[f"{ours}_token_id"] = _token(metadata, theirs, config["vocab_size"], where)
     for field, tensor in _BIASED.get(kind, {}).items():
         config[field] = f"blk.0.{tensor}" in names
     if (experts := get("expert_count", 0)) or kind in set(_EXPERTS) - {"llama"}:
@@ -130,21 +130,25 @@ def _config(metadata: dict[str, Any], names: set[str], rotary: Mapping[str, Tens
     return config
 
 
-def ends_of(metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json beside that ``config``: all tokens that end an answer are ``eos_token_id``."""
-    ends = [config["eos_token_id"], *(_token(metadata, name, config["vocab_size"]) for name in ("eot", "eom"))]
+def ends_of(metadata: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
+    """generation_config.json beside that ``config``: all tokens that end an answer are ``eos_token_id``. ModelError for
+    one that is none."""
+    ends = [config["eos_token_id"], *(_token(metadata, name, config["vocab_size"], where) for name in ("eot", "eom"))]
     eos = list(dict.fromkeys(one for one in ends if one is not None))
     said = {"bos_token_id": config["bos_token_id"], "pad_token_id": config["pad_token_id"], "eos_token_id": eos}
     return {key: value for key, value in said.items() if value not in (None, [])}
 
 
-def _token(metadata: dict[str, Any], name: str, vocabulary: int) -> int | None:
+def _token(metadata: dict[str, Any], name: str, vocabulary: int, where: str) -> int | None:
     """The id of a token with a meaning; None where a file has none, which some write as -1."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if found is None or found in (-1, 0xFFFFFFFF):
         return None
     if type(found) is not int or not 0 <= found < vocabulary:
-        raise ValueError(f"tokenizer.ggml.{name}_token_id={shown(found, 40)} is none of its {vocabulary} tokens")
+        raise ModelError(
+            f"{where}: tokenizer.ggml.{name}_token_id={shown(found, 40)} is none of its {vocabulary} tokens; download "
+            "the file again"
+        )
     return found
 
 
@@ -156,3 +160,5 @@ def _norms(config: dict[str, Any], get: Get) -> None:
         config["layer_norm_eps"] = config["norm_epsilon"] = epsilon
     else:
         get("attention.layer_norm_rms_epsilon")  # which says that it is missing
+    if not 0 <= epsilon < 1:
+        raise ValueError(f"a norm's epsilon={epsilon} is none")

@@ -24,16 +24,10 @@ from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_tokenizer import write_tokenizer
 from saccade.models.gguf_weights import GgufWeights, Mapped, weights_of
 
-VERSION = 1  # of what a fetched file is made into
-CONFIG_VERSION = 2  # of config and tokenizer beside a file that runs as it lies
+VERSION = 3  # of config and tokenizer beside a file that runs as it lies
 _SAMPLE = 64  # bytes of either end of a tensor, by which files of equal headers are told apart
 _HEADS = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}  # whose rows are whole heads
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def folder_name(sha256: str) -> str:
-    """Of the folder in the cache that a fetched GGUF file of this SHA-256 becomes as plain numbers."""
-    return f"gguf-{sha256[:20]}-{VERSION}"
 
 
 def folder_of(path: str | Path) -> Path:
@@ -45,7 +39,7 @@ def folder_of(path: str | Path) -> Path:
     except RuntimeError as error:  # the home of nobody
         raise ModelError(f"{path} cannot be opened: {first_line(error)}") from error
     header = read_header(file)
-    folder = cached(f"gguf-{_key(header)}-config-{CONFIG_VERSION}", lambda made: write_config(header, made), file.name)
+    folder = cached(f"gguf-{_key(header)}-config-{VERSION}", lambda made: write_config(header, made), file.name)
     link, target = folder / GGUF_LINK, header.path.absolute()
     if not link.is_symlink() or link.readlink() != target:
         aside = folder / f".{GGUF_LINK}-{os.getpid()}"
@@ -104,7 +98,8 @@ def write_config(header: GgufHeader, folder: Path) -> dict[str, Any]:
     config."""
     config = described(header)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("config.json", config), ("generation_config.json", ends_of(header.metadata, config))):
+    ends = ends_of(header.metadata, config, str(header.path))
+    for name, content in (("config.json", config), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if header.metadata.get("tokenizer.ggml.model"):
         write_tokenizer(header, folder)

@@ -61,11 +61,6 @@ class GgufHeader:
         """Number of weights of all tensors together."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """All files of the model that hold tensors."""
-        return tuple(dict.fromkeys([self.path, *(tensor.file for tensor in self.tensors)]))
-
 
 def is_gguf(path: Path) -> bool:
     """Whether ``path`` is named as a GGUF file, or is a file that begins as one. No folder is."""
@@ -144,7 +139,22 @@ class _Cursor:
             return [one for (one,) in struct.iter_unpack(form, self.take(count * struct.calcsize(form)))]
         if inner != _STRING:  # arrays of arrays are in no file
             raise ValueError(f"an array of {count} values of type {inner}")
-        return [self.string() for _ in range(count)]
+        return self.strings(count)
+
+    def strings(self, count: int) -> list[str]:
+        """Vocabularies have hundreds of thousands, so this is :meth:`string` without its calls."""
+        data, at, end = self.data, self.at, min(len(self.data), _MOST_BYTES)
+        found = []
+        for _ in range(count):
+            if at + 8 > end:
+                raise EOFError
+            first = at + 8
+            at = first + int.from_bytes(data[at:first], "little")
+            if at > end:
+                raise EOFError
+            found.append(str(data[first:at], "utf-8", "replace"))
+        self.at = at
+        return found
 
 
 def _parsed(path: Path, data: mmap.mmap) -> GgufHeader:

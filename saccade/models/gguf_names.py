@@ -39,7 +39,6 @@ def _experts(block: str, router: str) -> dict[str, str]:
     return {"ffn_gate_inp": f"{block}.{router}", **parts}
 
 
-# Of a Llama; the benchmark that writes GGUF files reads this the other way round.
 LLAMA = {**_ENDS, **_ATTENTION, **_MLP}
 _GEMMA2 = {**LLAMA, **_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 _GPT_OSS = {

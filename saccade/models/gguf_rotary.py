@@ -20,6 +20,8 @@ def rope(
     ``context``. ``get(key[, default])``: the metadata of its architecture; ``tensors``: those of
     ``gguf_names.ROTARY``."""
     theta = float(get("rope.freq_base", 10000.0))
+    if not 0 < theta < math.inf:
+        raise ModelError(f"{where}: rope.freq_base={theta} is no base of rotary frequencies; download the file again")
     made = _scaled(get, theta, rotated, context, tensors, where)
     if rotated != head_dim:
         made["partial_rotary_factor"] = rotated / head_dim
