@@ -115,7 +115,7 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
 def test_products_of_few_rows_on_the_device(rows, dtype):
     x = draw(rows, 2 * 96, dtype=dtype)[:, ::2]
     held, values = matrix(45, 96, draw(45, seed=2, dtype=dtype), even=True)
-    assert block_products.serves(x)
+    assert block_products.serves(x, held)
     made = block_products.product(x, held)
     exact = x.double() @ values.double().T + held.bias.double()
     torch.testing.assert_close(made.double(), exact, rtol=2e-3, atol=2e-6 if dtype == torch.float32 else 2e-3)

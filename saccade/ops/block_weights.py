@@ -1,7 +1,7 @@
 """Weights in blocks along their rows, as GGUF files hold them (ggml-common.h): few bits a weight, and a scale for every
 block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
 
-A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/block_weights.h,
+A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/plane_blocks.h,
 ``ops.triton.block_products``) equal it bit for bit.
 """
 
@@ -23,7 +23,6 @@ PIECE = 1 << 22  # weights that are dequantised at once for a product of many ro
 class BlockMatrix(Matrix):
     """``weight`` uint8 [outputs, bytes]: every row a whole number of blocks. ``bias`` in the activations' dtype."""
 
-    number: ClassVar[int | None] = None  # of the format in ``ops.triton.block_products``, where that has it
     block: ClassVar[int]  # weights
     block_bytes: ClassVar[int]
 
@@ -50,7 +49,7 @@ class BlockMatrix(Matrix):
         if x.is_cuda and triton.available():
             from saccade.ops.triton import block_products  # needs Triton
 
-            if self.number is not None and block_products.serves(x):
+            if block_products.serves(x, self):
                 return block_products.product(x, self)
         step = max(1, PIECE // self.channels)
         out = x.new_empty(x.shape[0], self.outputs)
@@ -145,7 +144,6 @@ class Q8_0(BlockMatrix):
     """32 signed bytes behind a float16 by which they are multiplied."""
 
     format = "Q8_0"
-    number = 1
     block = 32
     block_bytes = 34
 

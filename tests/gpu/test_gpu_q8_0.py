@@ -29,7 +29,7 @@ def test_products(rows, outputs, channels, biased):
     held = Q8_0(torch.from_numpy(stored).cuda(), bias)
     exact = x.double() @ torch.from_numpy(gguf.dequantize(stored, Kind.Q8_0)).cuda().double().T
     exact = exact if bias is None else exact + bias.double()
-    assert block_products.serves(x) == (rows <= 32)
+    assert block_products.serves(x, held) == (rows <= 32)
     made = held.product(x)
     most = 8e-3 if rows <= 32 else 2e-2  # products of many rows round weights to bfloat16
     torch.testing.assert_close(made.double(), exact, rtol=most, atol=most)
