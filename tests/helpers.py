@@ -315,7 +315,10 @@ MATRIX = (
         {"dense_upto": 0, "p": 1.0, "base": 100_000},
         budget=lambda m: {"dense_upto": 0, "p": 1.0, "base": m, "dense_layers": 0},
         boundary=(16, 32, 48, 96),
-        units={unit: {"dense_upto": 0, "p": 0.7, "base": 96, "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")},
+        units={
+            unit: {"dense_upto": 0, "p": 0.7, "base": 96, "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
+        },
     ),
     MethodCase(
         "snapkv",
@@ -362,12 +365,24 @@ MATRIX = (
         "double_sparsity",
         (
             {"dense_upto": 0, "k": 48, "source": "prompt", "dense_layers": 0},
-            {"dense_upto": 0, "k": 0.1, "source": "prompt", "dense_layers": 0, "bits": 16, "unit": "q_head", "sinks": 2, "local": 5},
+            {
+                "dense_upto": 0,
+                "k": 0.1,
+                "source": "prompt",
+                "dense_layers": 0,
+                "bits": 16,
+                "unit": "q_head",
+                "sinks": 2,
+                "local": 5,
+            },
         ),
         {"dense_upto": 0, "k": 100_000, "source": "prompt"},
         budget=lambda m: {"dense_upto": 0, "k": m, "source": "prompt", "dense_layers": 0},
         boundary=(48, 64),
-        units={unit: {"dense_upto": 0, "k": 40, "source": "prompt", "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")},
+        units={
+            unit: {"dense_upto": 0, "k": 40, "source": "prompt", "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
+        },
     ),
     MethodCase(
         "hshare",
@@ -414,12 +429,21 @@ MATRIX = (
         "infinigen",
         (
             {"dense_upto": 0, "skew": "off", "query": "own", "dense_layers": 0},
-            {"dense_upto": 0, "alpha": 0.5, "cap": 0.05, "skew": "off", "query": "own", "dense_layers": 0, "unit": "q_head"},
+            {
+                "dense_upto": 0,
+                "alpha": 0.5,
+                "cap": 0.05,
+                "skew": "off",
+                "query": "own",
+                "dense_layers": 0,
+                "unit": "q_head",
+            },
         ),
         {"dense_upto": 0, "alpha": 1e6, "cap": 1.0, "skew": "off", "query": "own", "dense_layers": 0},
         boundary=(64,),
         units={
-            unit: {"dense_upto": 0, "skew": "off", "query": "own", "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")
+            unit: {"dense_upto": 0, "skew": "off", "query": "own", "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
         },
     ),
     MethodCase(

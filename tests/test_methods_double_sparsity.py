@@ -72,8 +72,7 @@ def label_scores(q, k, channels: list[int], heads: list[int], bits: int, both: b
 def test_double_sparsity_scores_a_few_channels_in_a_few_bits(unit, by, bits, sinks, local, both):
     q, k, view, segment = problem()
     method = DoubleSparsity(
-        dense_upto=0,
-        k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local, quantize_query=both
+        dense_upto=0, k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local, quantize_query=both
     )
     selection = method.select_decode(Query.of(q[:, -1:], view, layer=5), method.begin(segment))
     otherwise = 0

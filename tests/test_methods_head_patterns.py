@@ -128,7 +128,9 @@ def test_a_model_without_patterns_names_the_command_that_finds_them(tmp_path, ca
     spec = llm.model.spec
     channels = [{name: torch.ones(spec.kv_heads, spec.head_dim) for name in "qk"} for _ in range(spec.layers)]
     save_calibration(folder, "channels", channels)
-    both = make(folder).generate(ids, GREEDY, policy=f"{policy}+double_sparsity(dense_upto=0, k=24)")[0]  # a kind for each phase
+    both = make(folder).generate(ids, GREEDY, policy=f"{policy}+double_sparsity(dense_upto=0, k=24)")[
+        0
+    ]  # a kind for each phase
     assert both.report["prefill"]["density"] == pytest.approx(output.report["prefill"]["density"])
 
 

@@ -36,8 +36,7 @@ def test_as_many_keys_as_lie_near_the_highest_on_average(unit, alpha, cap, skewe
     basis = torch.linalg.qr(torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(9)))[0] if skewed else None
     offline = {"skew": basis} if skewed else None
     method = InfiniGen(
-        dense_upto=0,
-        alpha=alpha, cap=cap, unit=unit, query="own", skew="offline" if skewed else "off", dense_layers=0
+        dense_upto=0, alpha=alpha, cap=cap, unit=unit, query="own", skew="offline" if skewed else "off", dense_layers=0
     )
     past = None
     for first, last in ((0, 50), (50, n)):

@@ -68,7 +68,9 @@ def test_p_1_reads_the_pages_and_dense_layers_everything():
     pages = Quest(budget=96, dense_layers=0).select_decode(Query.of(q[:, -1:], view), None)
     assert selection.mask().equal(pages.mask())
     assert isinstance(select(Twilight(), q, view)[1], Dense)
-    everything = select(Twilight(dense_upto=0, p=0.9999999, base=1000, bits=8, dense_layers=0, unit="q_head"), q, view)[1]
+    everything = select(Twilight(dense_upto=0, p=0.9999999, base=1000, bits=8, dense_layers=0, unit="q_head"), q, view)[
+        1
+    ]
     assert everything.density() > 0.5
 
 
