@@ -297,25 +297,28 @@ MATRIX = (
     MethodCase(
         "topp",
         (
-            {"p": 0.8},
-            {"p": 0.5, "sinks": 4, "local": 8, "prefill": True},
-            {"p": 0.0, "unit": "kv_head", "prefill": True},
+            {"dense_upto": 0, "p": 0.8},
+            {"dense_upto": 0, "p": 0.5, "sinks": 4, "local": 8, "prefill": True},
+            {"dense_upto": 0, "p": 0.0, "unit": "kv_head", "prefill": True},
         ),
-        {"p": 1.0, "prefill": True},
-        budget=lambda m: {"p": 0.5, "local": m, "prefill": True},
+        {"dense_upto": 0, "p": 1.0, "prefill": True},
+        budget=lambda m: {"dense_upto": 0, "p": 0.5, "local": m, "prefill": True},
         boundary=(12, 64, 128),
-        units={unit: {"p": 0.7, "unit": unit} for unit in ("q_head", "kv_head")},
+        units={unit: {"dense_upto": 0, "p": 0.7, "unit": unit} for unit in ("q_head", "kv_head")},
     ),
     MethodCase(
         "twilight",
         (
-            {"p": 0.8, "base": 96, "dense_layers": 0},
-            {"p": 0.5, "base": 0.3, "bits": 2, "block_size": 32, "dense_layers": 0, "unit": "q_head"},
+            {"dense_upto": 0, "p": 0.8, "base": 96, "dense_layers": 0},
+            {"dense_upto": 0, "p": 0.5, "base": 0.3, "bits": 2, "block_size": 32, "dense_layers": 0, "unit": "q_head"},
         ),
-        {"p": 1.0, "base": 100_000},
-        budget=lambda m: {"p": 1.0, "base": m, "dense_layers": 0},
+        {"dense_upto": 0, "p": 1.0, "base": 100_000},
+        budget=lambda m: {"dense_upto": 0, "p": 1.0, "base": m, "dense_layers": 0},
         boundary=(16, 32, 48, 96),
-        units={unit: {"p": 0.7, "base": 96, "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")},
+        units={
+            unit: {"dense_upto": 0, "p": 0.7, "base": 96, "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
+        },
     ),
     MethodCase(
         "snapkv",
@@ -361,13 +364,25 @@ MATRIX = (
     MethodCase(
         "double_sparsity",
         (
-            {"k": 48, "source": "prompt", "dense_layers": 0},
-            {"k": 0.1, "source": "prompt", "dense_layers": 0, "bits": 16, "unit": "q_head", "sinks": 2, "local": 5},
+            {"dense_upto": 0, "k": 48, "source": "prompt", "dense_layers": 0},
+            {
+                "dense_upto": 0,
+                "k": 0.1,
+                "source": "prompt",
+                "dense_layers": 0,
+                "bits": 16,
+                "unit": "q_head",
+                "sinks": 2,
+                "local": 5,
+            },
         ),
-        {"k": 100_000, "source": "prompt"},
-        budget=lambda m: {"k": m, "source": "prompt", "dense_layers": 0},
+        {"dense_upto": 0, "k": 100_000, "source": "prompt"},
+        budget=lambda m: {"dense_upto": 0, "k": m, "source": "prompt", "dense_layers": 0},
         boundary=(48, 64),
-        units={unit: {"k": 40, "source": "prompt", "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")},
+        units={
+            unit: {"dense_upto": 0, "k": 40, "source": "prompt", "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
+        },
     ),
     MethodCase(
         "hshare",
@@ -390,11 +405,11 @@ MATRIX = (
     MethodCase(
         "magicpig",
         (
-            {"bits": 4, "tables": 20, "local": 8, "dense_every": 0},
-            {"bits": 6, "tables": 30, "sinks": 0, "local": 1, "dense_every": 0, "seed": 3},
+            {"dense_upto": 0, "bits": 4, "tables": 20, "local": 8, "dense_every": 0},
+            {"dense_upto": 0, "bits": 6, "tables": 30, "sinks": 0, "local": 1, "dense_every": 0, "seed": 3},
         ),
-        {"local": 100_000},
-        budget=lambda m: {"sinks": 0, "local": m, "dense_every": 0},
+        {"dense_upto": 0, "local": 100_000},
+        budget=lambda m: {"dense_upto": 0, "sinks": 0, "local": m, "dense_every": 0},
         boundary=(8, 12, 64),
         reweights=True,
     ),
@@ -413,13 +428,22 @@ MATRIX = (
     MethodCase(
         "infinigen",
         (
-            {"skew": "off", "query": "own", "dense_layers": 0},
-            {"alpha": 0.5, "cap": 0.05, "skew": "off", "query": "own", "dense_layers": 0, "unit": "q_head"},
+            {"dense_upto": 0, "skew": "off", "query": "own", "dense_layers": 0},
+            {
+                "dense_upto": 0,
+                "alpha": 0.5,
+                "cap": 0.05,
+                "skew": "off",
+                "query": "own",
+                "dense_layers": 0,
+                "unit": "q_head",
+            },
         ),
-        {"alpha": 1e6, "cap": 1.0, "skew": "off", "query": "own", "dense_layers": 0},
+        {"dense_upto": 0, "alpha": 1e6, "cap": 1.0, "skew": "off", "query": "own", "dense_layers": 0},
         boundary=(64,),
         units={
-            unit: {"skew": "off", "query": "own", "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")
+            unit: {"dense_upto": 0, "skew": "off", "query": "own", "dense_layers": 0, "unit": unit}
+            for unit in ("q_head", "kv_head")
         },
     ),
     MethodCase(

@@ -14,7 +14,7 @@ from saccade.methods.policy import Policy, parse_method
 
 DIALS = {
     "psa(epsilon=0.5)": "epsilon",
-    "topp(p=0.5)": "p",
+    "topp(dense_upto=0, p=0.5)": "p",
     "quest(budget=64)": "budget",
     "arkvale(budget=64)": "budget",
     "topk(k=0.05)": "k",

@@ -295,7 +295,7 @@ def test_a_planned_step_is_one_kernel_call_and_the_heads(folder, monkeypatch, po
 
 
 @pytest.mark.parametrize(("policies", "options"), [
-    (["topp(p=0.5)", "dense"], {}),  # which chooses by itself
+    (["topp(dense_upto=0, p=0.5)", "dense"], {}),  # which chooses by itself
     (["dense", "psa(epsilon=0.5, rank=cuboid)"], {"audit": 1.0}),
     (["lfps(k=20, slash_shift_on_read=false)"], {}),
 ])  # fmt: skip

@@ -501,7 +501,7 @@ def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
         LISTED[0],
         LISTED[4],
     ]
-    policies += [LISTED[-3], "topp(p=0.5)"]  # the last one chooses layer by layer
+    policies += [LISTED[-3], "topp(dense_upto=0, p=0.5)"]  # the last one chooses layer by layer
     ids = [random_ids(180 + 9 * i, seed=i) for i in range(len(policies))]
     few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     served, shares = [], []

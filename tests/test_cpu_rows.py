@@ -179,6 +179,6 @@ def test_a_request_that_fails_in_a_joined_step_fails_alone(folder, monkeypatch):
 
     monkeypatch.setattr(TopP, "select_decode", broken)
     with pytest.warns(RuntimeWarning, match="no choice today"):
-        outputs = make(folder).generate(ids, few, policy=["dense", "topp", "dense"])
+        outputs = make(folder).generate(ids, few, policy=["dense", "topp(dense_upto=0)", "dense"])
     assert "decode: RuntimeError: no choice today" in outputs[1].error
     assert [tokens(outputs[i]) for i in (0, 2)] == [want[0], want[2]]

@@ -26,7 +26,7 @@ POLICIES = (
     "snapkv(capacity=80)",
     "loopserve",
     "quest(budget=64, dense_layers=0)",
-    "double_sparsity(k=32, source=prompt, dense_layers=0)",
+    "double_sparsity(dense_upto=0, k=32, source=prompt, dense_layers=0)",
 )
 FIRST, SECOND, THIRD = random_ids(201, seed=1), random_ids(33, seed=2), random_ids(70, seed=3)
 

@@ -32,7 +32,7 @@ DECODES = (
     "psa(epsilon=0.4, block_size=16, microbatch=1)",
     "quest(budget=64, dense_layers=0)",
     "snapkv(capacity=80)",
-    "double_sparsity(k=32, source=prompt, dense_layers=0)",
+    "double_sparsity(dense_upto=0, k=32, source=prompt, dense_layers=0)",
     "loopserve",
 )
 

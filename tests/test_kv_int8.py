@@ -226,7 +226,7 @@ POLICIES = (
     "quest(budget=64, block_size=16)",
     "lfps(k=32, sinks=4, local=8)",
     "h2o(budget=64)",
-    "magicpig",
+    "magicpig(dense_upto=0)",
 )
 OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "prefill_chunk": 64, "block_size": 16}
 

@@ -56,7 +56,7 @@ FORESEEN = [
 ]
 LOOP = "loopserve(alpha=1, budget=40, first=2, n_d=3"
 LINES = [f"{LOOP})", f"{LOOP}, observed=2)"]
-SPARSE = "double_sparsity(source=prompt, dense_layers=1"
+SPARSE = "double_sparsity(dense_upto=0, source=prompt, dense_layers=1"
 LABELLED = [
     f"{SPARSE}, k=24, channels=0.5)",
     f"{SPARSE}, k=0.2, bits=8, unit=q_head, sinks=2, local=5)",

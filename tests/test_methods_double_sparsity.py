@@ -72,7 +72,7 @@ def label_scores(q, k, channels: list[int], heads: list[int], bits: int, both: b
 def test_double_sparsity_scores_a_few_channels_in_a_few_bits(unit, by, bits, sinks, local, both):
     q, k, view, segment = problem()
     method = DoubleSparsity(
-        k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local, quantize_query=both
+        dense_upto=0, k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local, quantize_query=both
     )
     selection = method.select_decode(Query.of(q[:, -1:], view, layer=5), method.begin(segment))
     otherwise = 0
@@ -91,7 +91,7 @@ def test_double_sparsity_scores_a_few_channels_in_a_few_bits(unit, by, bits, sin
 
 def test_all_channels_unquantized_are_exact_top_k():
     q, _, view, segment = problem()
-    method = DoubleSparsity(k=17, channels=1.0, bits=16, source="prompt", unit="q_head")
+    method = DoubleSparsity(dense_upto=0, k=17, channels=1.0, bits=16, source="prompt", unit="q_head")
     ours = method.select_decode(Query.of(q[:, -1:], view, layer=5), method.begin(segment))
     exact = run_method(TopK(k=17), "decode", q, view, 1)[2]
     assert [a.tolist() for a in ours.lists()] == [a.tolist() for a in exact.lists()]
@@ -116,7 +116,7 @@ def test_labels_that_grow_equal_labels_made_at_once(bits):
 
 def test_the_first_layers_are_dense_and_costs_are_counted():
     q, _, view, segment = problem()
-    method = DoubleSparsity(k=20, source="prompt")
+    method = DoubleSparsity(dense_upto=0, k=20, source="prompt")
     for layer, counted in ((0, 0), (1, 0), (2, 120)):
         query = Query.of(q[:, -1:], view, layer=layer)
         method.select_decode(query, method.begin(replace(segment, layer=layer)))
@@ -140,8 +140,8 @@ def test_channel_means_are_those_of_all_rows_whatever_the_chunks():
 
 
 POLICIES = {
-    "channels": ("double_sparsity(k=24)", "hshare(heavy=24, sinks=2, local=8, rows=8)"),
-    "skew": ("infinigen(alpha=1.0)",),
+    "channels": ("double_sparsity(dense_upto=0, k=24)", "hshare(heavy=24, sinks=2, local=8, rows=8)"),
+    "skew": ("infinigen(dense_upto=0, alpha=1.0)",),
 }
 
 

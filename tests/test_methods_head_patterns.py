@@ -121,14 +121,16 @@ def test_a_model_without_patterns_names_the_command_that_finds_them(tmp_path, ca
         main(["calibrate", "patterns", *text, "--keys", "64", "--prefill-chunk", "128"])
     assert ended.value.code == 0
     llm = make(folder)
-    for both in (policy, f"{policy}+double_sparsity(source=prompt, k=24)"):
+    for both in (policy, f"{policy}+double_sparsity(dense_upto=0, source=prompt, k=24)"):
         output = llm.generate(ids, GREEDY, policy=both)[0]
         assert len(tokens(output)) == 10
         assert 0.1 < output.report["prefill"]["density"] < 0.8
     spec = llm.model.spec
     channels = [{name: torch.ones(spec.kv_heads, spec.head_dim) for name in "qk"} for _ in range(spec.layers)]
     save_calibration(folder, "channels", channels)
-    both = make(folder).generate(ids, GREEDY, policy=f"{policy}+double_sparsity(k=24)")[0]  # a kind for each phase
+    both = make(folder).generate(ids, GREEDY, policy=f"{policy}+double_sparsity(dense_upto=0, k=24)")[
+        0
+    ]  # a kind for each phase
     assert both.report["prefill"]["density"] == pytest.approx(output.report["prefill"]["density"])
 
 

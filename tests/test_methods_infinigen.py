@@ -36,7 +36,7 @@ def test_as_many_keys_as_lie_near_the_highest_on_average(unit, alpha, cap, skewe
     basis = torch.linalg.qr(torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(9)))[0] if skewed else None
     offline = {"skew": basis} if skewed else None
     method = InfiniGen(
-        alpha=alpha, cap=cap, unit=unit, query="own", skew="offline" if skewed else "off", dense_layers=0
+        dense_upto=0, alpha=alpha, cap=cap, unit=unit, query="own", skew="offline" if skewed else "off", dense_layers=0
     )
     past = None
     for first, last in ((0, 50), (50, n)):
@@ -61,7 +61,7 @@ def test_as_many_keys_as_lie_near_the_highest_on_average(unit, alpha, cap, skewe
 
 def test_everything_near_and_no_cap_is_dense():
     q, _, view = problem()
-    method = InfiniGen(alpha=1e6, cap=1.0, skew="off", query="own")
+    method = InfiniGen(dense_upto=0, alpha=1e6, cap=1.0, skew="off", query="own")
     for layer in (0, 3):
         state = method.begin(Chunk.of(q[:, -1:], view, layer=layer))
         query = Query.of(q[:, -1:], view, layer=layer)
@@ -117,7 +117,7 @@ def test_a_query_ahead_is_the_next_layer_on_this_layers_input(folder, monkeypatc
         return select(self, query, state)
 
     monkeypatch.setattr(InfiniGen, "select_decode", spy)
-    llm.generate(random_ids(100, seed=1), GREEDY, policy="infinigen(skew=off)")
+    llm.generate(random_ids(100, seed=1), GREEDY, policy="infinigen(dense_upto=0, skew=off)")
     assert all(query is None for query in early[0])
     rotary = llm.model.runner.model.get_decoder().rotary_emb
     for layer in (1, 2):
@@ -144,9 +144,9 @@ def test_looking_ahead_changes_the_selection_and_no_company(folder):
     llm = make(folder)
     ids = [random_ids(length, seed=length) for length in (150, 90, 200, 130)]
     policies = [
-        "infinigen(skew=off, alpha=1.0)",
+        "infinigen(dense_upto=0, skew=off, alpha=1.0)",
         "dense",
-        "infinigen(skew=off, alpha=0.5, cap=0.1)",
+        "infinigen(dense_upto=0, skew=off, alpha=0.5, cap=0.1)",
         "etf(start_layer=1)",
     ]
     alone = [tokens(llm.generate(one, GREEDY, policy=policy)[0]) for one, policy in zip(ids, policies)]
@@ -155,7 +155,7 @@ def test_looking_ahead_changes_the_selection_and_no_company(folder):
     for query in ("previous", "own"):
         read = []
         with observing(llm.engine, lambda call, read=read: read.append(call.selection.mask())):
-            llm.generate(ids[0], GREEDY, policy=f"infinigen(skew=off, alpha=1.0, query={query})")
+            llm.generate(ids[0], GREEDY, policy=f"infinigen(dense_upto=0, skew=off, alpha=1.0, query={query})")
         masks[query] = read
     assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(masks["previous"], masks["own"]))
 

@@ -37,7 +37,7 @@ def signs(vector: list[float], planes: np.ndarray) -> list[bool]:
 def test_keys_that_agree_in_two_tables_are_drawn_and_corrected(bits, tables, sinks, local):
     n, layer = 90, 17
     q, k, view = problem(n)
-    method = MagicPIG(bits=bits, tables=tables, sinks=sinks, local=local, seed=3)
+    method = MagicPIG(dense_upto=0, bits=bits, tables=tables, sinks=sinks, local=local, seed=3)
     selection, query = select(method, q, view, layer)
     assert isinstance(selection, Sampled)
     selection.check()
@@ -71,7 +71,7 @@ def test_over_hash_draws_the_sums_are_those_of_all_keys():
     dense, dense_lse = attend(q, view, backend="reference")
     sums, totals, plain = [], [], []
     for seed in range(400):
-        selection, _ = select(MagicPIG(bits=2, tables=6, sinks=2, local=4, seed=seed), q, view)
+        selection, _ = select(MagicPIG(dense_upto=0, bits=2, tables=6, sinks=2, local=4, seed=seed), q, view)
         out, lse = attend(q, view, selection)
         totals.append(torch.exp(lse))
         plain.append(torch.exp(attend(q, view, selection.tokens)[1]))
@@ -87,7 +87,7 @@ def test_over_hash_draws_the_sums_are_those_of_all_keys():
 
 def test_many_tables_are_dense():
     q, _, view = problem(90)
-    selection, _ = select(MagicPIG(bits=1, tables=600), q, view)
+    selection, _ = select(MagicPIG(dense_upto=0, bits=1, tables=600), q, view)
     assert selection.density() == 1.0
     out, lse = attend(q, view, selection)
     dense, dense_lse = attend(q, view, backend="reference")
@@ -97,14 +97,14 @@ def test_many_tables_are_dense():
 
 def test_layers_and_contexts_that_are_dense():
     q, _, view = problem(90)
-    kinds = {layer: type(select(MagicPIG(), q, view, layer)[0]) for layer in (0, 1, 15, 16, 17, 32)}
+    kinds = {layer: type(select(MagicPIG(dense_upto=0), q, view, layer)[0]) for layer in (0, 1, 15, 16, 17, 32)}
     assert kinds == {0: Dense, 1: Sampled, 15: Sampled, 16: Dense, 17: Sampled, 32: Dense}
-    assert isinstance(select(MagicPIG(sinks=4, local=86), q, view)[0], Dense)
+    assert isinstance(select(MagicPIG(dense_upto=0, sinks=4, local=86), q, view)[0], Dense)
 
 
 def test_generated_keys_are_read_exactly():
     q, k, v = planted_heads(2, 1, 90, seed=2)
-    method = MagicPIG(bits=3, tables=10, sinks=1, local=5)
+    method = MagicPIG(dense_upto=0, bits=3, tables=10, sinks=1, local=5)
     state = method.begin(Chunk.of(q[:, 69:70], KVView.from_tensors(k[:, :70], v[:, :70]), layer=1))
     selection = method.select_decode(Query.of(q[:, 89:90], KVView.from_tensors(k, v), layer=1), state)
     for head, got in enumerate(selection.tokens.lists()):
@@ -116,7 +116,7 @@ def test_generated_keys_are_read_exactly():
 
 def test_windows_and_evictions_leave_the_correction_of_what_stays():
     q, _, view = problem(200)
-    selection, _ = select(MagicPIG(bits=2, tables=10, local=8), q, view)
+    selection, _ = select(MagicPIG(dense_upto=0, bits=2, tables=10, local=8), q, view)
     gone = torch.zeros(1, 100, dtype=torch.bool)
     gone[0, 50:70] = True
     for less, hidden in (

@@ -35,7 +35,7 @@ def fewest(weights: list[float], p: float, forced: set[int]) -> list[int]:
 @pytest.mark.parametrize(("p", "sinks", "local"), [(0.0, 0, 0), (0.3, 0, 0), (0.9, 3, 7), (0.999, 0, 5), (0.0, 2, 1)])
 def test_topp_is_the_shortest_list(unit, p, sinks, local):
     q, k, view = problem()
-    method = TopP(p=p, sinks=sinks, local=local, unit=unit, prefill=True)
+    method = TopP(dense_upto=0, p=p, sinks=sinks, local=local, unit=unit, prefill=True)
     for phase, rows in (("prefill", 150), ("prefill", 9), ("decode", 1)):
         mask = run_method(method, phase, q, view, rows)[2].mask()
         for head in range(4):
@@ -50,7 +50,7 @@ def test_topp_is_the_shortest_list(unit, p, sinks, local):
 
 def test_what_is_read_holds_p_and_no_fewer_keys_would():
     q, k, view = problem(400, seed=2)
-    mask = run_method(TopP(p=0.9), "decode", q, view, 1)[2].mask()
+    mask = run_method(TopP(dense_upto=0, p=0.9), "decode", q, view, 1)[2].mask()
     assert (mass_of(q[:, -1:], k, mask) >= 0.9).all()
     for head in range(4):
         fewer = int(mask[head].sum()) - 1
@@ -60,11 +60,11 @@ def test_what_is_read_holds_p_and_no_fewer_keys_would():
 
 def test_p_1_is_dense_and_every_logit_is_counted():
     q, _, view = problem()
-    assert isinstance(TopP(p=1.0).select_decode(Chunk.of(q[:, -1:], view), None), Dense)
+    assert isinstance(TopP(dense_upto=0, p=1.0).select_decode(Chunk.of(q[:, -1:], view), None), Dense)
     chunk = Chunk.of(q[:, -9:], view)
-    TopP(p=0.5, prefill=True).select_prefill(chunk)
+    TopP(dense_upto=0, p=0.5, prefill=True).select_prefill(chunk)
     assert chunk.cost.scored == sum(range(142, 151))
-    assert isinstance(TopP(p=0.5).select_prefill(chunk), Dense)
+    assert isinstance(TopP(dense_upto=0, p=0.5).select_prefill(chunk), Dense)
     assert Policy.parse("topp(p=0.5, prefill=true)").prefill == TopP(p=0.5, prefill=True)
 
 

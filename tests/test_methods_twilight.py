@@ -43,7 +43,7 @@ def quantized(keys: torch.Tensor, bits: int) -> torch.Tensor:
 )
 def test_fewest_estimated_keys_of_quests_pages(p, base, bits, unit):
     q, k, view = problem()
-    query, selection = select(Twilight(p=p, base=base, bits=bits, dense_layers=0, unit=unit), q, view)
+    query, selection = select(Twilight(dense_upto=0, p=p, base=base, bits=bits, dense_layers=0, unit=unit), q, view)
     budget = base if base >= 1 else math.ceil(base * 330)
     pages = Quest(budget=budget, dense_layers=0).select_decode(Query.of(q[:, -1:], view), None)
     wanted = []
@@ -64,11 +64,13 @@ def test_fewest_estimated_keys_of_quests_pages(p, base, bits, unit):
 
 def test_p_1_reads_the_pages_and_dense_layers_everything():
     q, _, view = problem()
-    _, selection = select(Twilight(p=1.0, base=96, dense_layers=0), q, view)
+    _, selection = select(Twilight(dense_upto=0, p=1.0, base=96, dense_layers=0), q, view)
     pages = Quest(budget=96, dense_layers=0).select_decode(Query.of(q[:, -1:], view), None)
     assert selection.mask().equal(pages.mask())
     assert isinstance(select(Twilight(), q, view)[1], Dense)
-    everything = select(Twilight(p=0.9999999, base=1000, bits=8, dense_layers=0, unit="q_head"), q, view)[1]
+    everything = select(Twilight(dense_upto=0, p=0.9999999, base=1000, bits=8, dense_layers=0, unit="q_head"), q, view)[
+        1
+    ]
     assert everything.density() > 0.5
 
 

@@ -37,7 +37,7 @@ def paths(llm, policies, lengths=(200,), asked=ASKED):
         ("dense", STEP, None),
         ("topk(k=24)", STEP, None),
         ("lfps(k=16, sinks=2, local=8, least=24)", STEP, None),
-        ("topp(p=0.5)", ROW, "topp"),
+        ("topp(dense_upto=0, p=0.5)", ROW, "topp"),
         ("h2o(budget=40)+psaw(local=16)", ROW, "state"),
     ],
 )
@@ -51,7 +51,7 @@ def test_a_row_takes_the_fastest_path_that_serves_it_and_says_why_no_other(llm, 
 
 def test_rows_of_a_step_hold_each_other_to_calls_a_layer(llm):
     """A row whose method chooses for itself keeps others from the call for all layers, and says so."""
-    (_, ours), (_, theirs) = paths(llm, ["dense", "topp(p=0.5)"], (200, 180))
+    (_, ours), (_, theirs) = paths(llm, ["dense", "topp(dense_upto=0, p=0.5)"], (200, 180))
     assert {one["path"] for one in ours} == {LAYER}
     assert "chosen for layer by layer" in ours[0]["why"]
     assert {one["path"] for one in theirs} == {ROW}
@@ -65,7 +65,7 @@ def test_rows_that_are_looked_at_are_chosen_for_one_by_one(folder):
 
 
 def test_explain_tells_what_a_run_reports(folder, capsys):
-    options = ["-p", "topp(p=0.5)", "-m", str(folder), "--lengths", "40,90", "--json", "--kv-memory", "16MiB"]
+    options = ["-p", "topp(dense_upto=0, p=0.5)", "-m", str(folder), "--lengths", "40,90", "--json", "--kv-memory", "16MiB"]
     code, out, err = run(capsys, "explain", *options)
     assert code == 0, err
     rows = json.loads(out)

@@ -30,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from short_context import Counted, every_policy
 
-# Sparse at 88 tokens already, by choices that are made in Python (docs/results/performance-tables.md).
-SPARSE = ("double_sparsity", "infinigen", "magicpig", "topp", "twilight")
 # Each reads everything at first; what it has learnt meanwhile it needs once it no longer does.
 LEARNING = [
     "lfps(least=70)",
@@ -47,7 +45,11 @@ LEARNING = [
     "rocketkv(keys=68, capacity=400)",
     "psa(block_size=8, microbatch=5)",
     "hshare(source=prompt, heavy=50, sinks=4, local=20)",
-    "double_sparsity(source=prompt, k=72)",
+    "double_sparsity(source=prompt, k=24, dense_upto=72)",
+    "magicpig(dense_upto=72, bits=4, tables=20, local=8)",
+    "infinigen(skew=off, dense_upto=72)",
+    "topp(dense_upto=72)",
+    "twilight(dense_upto=72, p=0.8, base=40)",
     "vattention(sinks=32, local=40, block_size=8)",
     "random(k=72)",
     "topk(k=70)",
@@ -133,14 +135,12 @@ def dense_calls(counted) -> float:
 
 @pytest.mark.parametrize("policy", every_policy())
 def test_a_short_context_costs_no_more_calls_than_dense(counted, dense_calls, policy):
-    if policy.partition("(")[0] in SPARSE:
-        pytest.skip("reads a part of so few keys, chosen in Python")
     assert calls(counted, policy) <= 1.1 * dense_calls
 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_rows_of_many_policies_are_one_call_a_step(shared, monkeypatch, half):
-    policies = [name for name in every_policy() if name.partition("(")[0] not in SPARSE][half::2]
+    policies = every_policy()[half::2]
     rows, real = [], PlannedRows.run_layers
     monkeypatch.setattr(
         PlannedRows, "run_layers", lambda self, *rest, **more: rows.append(len(self._rows)) or real(self, *rest, **more)

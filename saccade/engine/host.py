@@ -112,7 +112,8 @@ class HostAttention:
 
     def ahead_rows(self) -> AheadRows | None:
         """The decode rows whose method looks ahead; None where there are none."""
-        looking = [rows for rows in self.rows if rows.decodes and rows.scheduled.policy.decode.looks_ahead]
+        asking = [rows for rows in self.rows if rows.decodes and rows.scheduled.policy.decode.looks_ahead]
+        looking = [rows for rows in asking if rows.scheduled.stop > rows.scheduled.policy.decode.dense_upto]
 
         def visit(layer: int, q: Tensor) -> None:
             for at, rows in enumerate(looking):

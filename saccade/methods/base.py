@@ -157,6 +157,12 @@ class Method(PolicyPart):
         return False
 
     @property
+    def dense_upto(self) -> int:
+        """Decode rows of up to so many keys read everything and need nothing that the method asks for, whatever its
+        state is."""
+        return 0
+
+    @property
     def looks_at_inputs(self) -> bool:
         """Whether decode queries are to come with ``taken_in``."""
         return False

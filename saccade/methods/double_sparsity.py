@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels import (
     CALIBRATION,
@@ -19,6 +19,7 @@ from saccade.methods.labels import (
 )
 from saccade.methods.labels.recorded import BestKeys, RecordedLabels
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
+from saccade.methods.whole import WholeMethod
 from saccade.selection import Dense, Selection
 from saccade.selection.forms import PlanSpec, Room
 from saccade.selection.plan import DevicePlan
@@ -35,7 +36,7 @@ class SparseKeys(BestKeys):
 
 
 @dataclass(frozen=True)
-class DoubleSparsity(Method):
+class DoubleSparsity(WholeMethod):
     """The ``k`` keys (a number, or a fraction of the visible ones) of highest label score, ties to the lower index. A
     label is the share ``channels`` of a key's channels, quantized to ``bits`` per token; 16 leaves them as they are.
     ``quantize_query`` does the same to each head's query, as the published code does; the paper speaks of keys.
@@ -44,6 +45,7 @@ class DoubleSparsity(Method):
     ``saccade calibrate channels``. ``source=prompt`` takes them from each prompt instead. Labels are shared by a group;
     ``unit`` says whether its query heads share tokens too, by their mean score. The first ``dense_layers`` layers are
     dense. The published evaluation applies it to prefill as well; here prefill is the prefill method's.
+    Rows of up to ``dense_upto`` keys read everything.
     """
 
     name: ClassVar[str] = "double_sparsity"
@@ -71,6 +73,7 @@ class DoubleSparsity(Method):
         require_choice("quantize_query", self.quantize_query, (False, True))
         for name in ("dense_layers", "sinks", "local"):
             require_whole(name, getattr(self, name), 0)
+        self.check_dense_upto()
         if self.source == "prompt":
             object.__setattr__(self, "tail_rows", PROMPT_ROWS)
 
@@ -88,23 +91,23 @@ class DoubleSparsity(Method):
 
     def budget(self, visible: int) -> int:
         """Keys that a row with ``visible`` keys reads."""
-        return max(budget_keys(self.k, visible), self.sinks + self.local)
+        return visible if visible <= self.dense_upto else max(budget_keys(self.k, visible), self.sinks + self.local)
 
     def hidden_by(self, keys: int) -> str | None:
         hidden = budget_keys(self.k, keys) < self.sinks + self.local
-        return f"sinks+local={self.sinks + self.local}" if hidden else None
+        return f"sinks+local={self.sinks + self.local}" if hidden else super().hidden_by(keys)
 
     def _count(self, head_dim: int) -> int:
         return max(1, round(self.channels * head_dim))
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
-        room = Room.of(self.k, self.sinks + self.local)
+        room = Room.of(self.k, self.sinks + self.local).at_least(self.dense_upto)
         reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self.quantize_query, method=self)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 
     def whole_upto(self, opening: Opening) -> int:
-        return max(int(self.k) if self.k >= 1 else 0, self.sinks + self.local)
+        return max(self.dense_upto, int(self.k) if self.k >= 1 else 0, self.sinks + self.local)
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLabels(opening, opening.states, self)

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.labels import WHOLE_BITS, Labels, top_tokens
 from saccade.methods.options import require_choice, require_number, require_whole
+from saccade.methods.whole import WholeMethod
 from saccade.selection import Dense, Selection
 
 CALIBRATION = "skew"  # an orthogonal matrix per KV head: see `saccade calibrate`
 
 
 @dataclass(frozen=True)
-class InfiniGen(Method):
+class InfiniGen(WholeMethod):
     """As many keys as lie, on average over the units, within ``alpha`` of the unit's highest speculated logit, at most
     the share ``cap`` of the visible ones; every unit reads that many, the current one among them.
 
@@ -30,7 +31,7 @@ class InfiniGen(Method):
     makes it once per model, ``skew=off`` leaves channels as they are. ``query=previous`` speculates from the input of
     the layer before, as published; ``own`` takes the layer's true query. The first ``dense_layers`` layers are dense.
     InfiniGen knows no groups: channels follow the sum over a group, ``unit=kv_head`` its mean logit. ``alpha`` is 4 for
-    OPT and 5 for Llama.
+    OPT and 5 for Llama. Rows of up to ``dense_upto`` keys read everything.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -55,6 +56,7 @@ class InfiniGen(Method):
         require_choice("query", self.query, ("previous", "own"))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_whole("dense_layers", self.dense_layers, 1 if self.query == "previous" else 0)
+        self.check_dense_upto()
 
     @property
     def calibration(self) -> str | None:
@@ -87,7 +89,7 @@ class InfiniGen(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape
-        if query.layer < self.dense_layers:
+        if query.layer < self.dense_layers or shape.k_len <= self.dense_upto:
             return Dense(shape)
         state.extend(query.kv)
         query.cost.estimated += shape.k_len

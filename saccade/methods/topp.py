@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
 from saccade.methods.options import require_choice, require_number, require_whole
+from saccade.methods.whole import WholeMethod
 from saccade.ops.scores import needed_shares, row_logits
 from saccade.selection import Dense, Selection, Tokens
 from saccade.selection.forms import MOST
@@ -21,12 +22,13 @@ TINY = 1e-12  # p = 0 reads the heaviest key, where no other is forced
 
 
 @dataclass(frozen=True)
-class TopP(Method):
+class TopP(WholeMethod):
     """The fewest keys whose softmax weights reach ``p``, ties to the lower index. The first ``sinks`` and last
     ``local`` keys are always read; the others are added by weight until all read together reach ``p``.
 
     ``unit="kv_head"`` takes one set per KV head by the group's mean weight. It scores every key; ``prefill=true``
-    applies it to prefill rows too. ``p=1`` is dense.
+    applies it to prefill rows too. ``p=1`` is dense. Decode rows of up to ``dense_upto`` keys read
+    everything.
     """
 
     name: ClassVar[str] = "topp"
@@ -47,6 +49,7 @@ class TopP(Method):
         require_whole("local", self.local, 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_choice("prefill", self.prefill, (False, True))
+        self.check_dense_upto()
         if self.prefill:
             object.__setattr__(self, "phases", ("prefill", "decode"))
 
@@ -58,10 +61,10 @@ class TopP(Method):
         return self._select(chunk) if self.prefill else Dense(chunk.shape)
 
     def whole_upto(self, opening: Opening) -> int:
-        return MOST if self.p >= 1 else self.sinks + self.local
+        return MOST if self.p >= 1 else max(self.dense_upto, self.sinks + self.local)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        return self._select(query)
+        return Dense(query.shape) if query.shape.k_len <= self.dense_upto else self._select(query)
 
     def _select(self, chunk: Chunk) -> Selection:
         shape = chunk.shape

@@ -52,7 +52,7 @@ def _bound(words, reals, lengths, bounds, word_row, real_row, EARLY: tl.constexp
     local = tl.minimum(tl.load(own + W.local), length.to(tl.int64)).to(tl.int32)
     forced = tl.minimum(length, sinks + local)
     budget = tl.maximum(budget_of(whole, tl.load(reals + row.to(tl.int64) * real_row), length), forced)
-    dense = budget >= length
+    dense = (budget >= length) | (length <= tl.load(own + W.dense_upto))
     first = tl.where(dense, length, sinks)
     last = tl.where(dense, length, tl.maximum(first, length - local))
     put_bounds(bounds, row, first, last, 0, 0, tl.where(dense, 0, budget - forced))

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.methods.pages import page_choice, top_pages
+from saccade.methods.whole import WholeMethod
 from saccade.ops.reference import soft_capped
 from saccade.ops.scores import needed_shares
 from saccade.selection import Dense, Selection, Tokens
@@ -24,14 +25,14 @@ TINY = 1e-12  # p = 0 reads the heaviest key
 
 
 @dataclass(frozen=True)
-class Twilight(Method):
+class Twilight(WholeMethod):
     """Of each KV head's ``base`` keys (a number, or a fraction of the visible ones) in Quest's pages of ``block_size``,
     the fewest keys with which a query head reaches ``p`` of their estimated softmax weights, ties to the lower index.
     The estimate takes keys quantized to ``bits`` per token and head.
 
     With ``unit="kv_head"`` the query heads of a group read the union of what each of them wants, as the published
     kernels do; ``q_head`` lets each read its own. The first ``dense_layers`` layers are dense. ``p=1`` reads all of the
-    pages.
+    pages. Rows of up to ``dense_upto`` keys read everything.
     """
 
     name: ClassVar[str] = "twilight"
@@ -53,6 +54,7 @@ class Twilight(Method):
         require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
         require_whole("dense_layers", self.dense_layers, 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
+        self.check_dense_upto()
 
     @property
     def extra_memory(self) -> str | None:
@@ -68,7 +70,7 @@ class Twilight(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape
-        if query.layer < self.dense_layers:
+        if query.layer < self.dense_layers or shape.k_len <= self.dense_upto:
             return Dense(shape)
         state.extend(query.kv)
         budget = budget_keys(self.base, shape.k_len)

@@ -23,6 +23,7 @@ class KeyWords(NamedTuple):
     other_sets: int = 0  # addresses of those of the layer whose sets it takes
     other_since: int = 0
     donors: int = 0  # address of int32 [units]: whose set each unit takes
+    dense_upto: int = 0  # rows of up to so many keys read everything
 
 
 class KeptWords(NamedTuple):

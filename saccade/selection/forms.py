@@ -86,6 +86,10 @@ class Room:
             return cls(bucket(int(budget) + more))
         return cls(bucket(more + 2), 2.0 ** math.ceil(math.log2(budget)))
 
+    def at_least(self, keys: int) -> Room:
+        """The same, for lists of up to ``keys`` keys too."""
+        return Room(max(self.keys, bucket(keys)), self.of_all)
+
     def upto(self, longest: int) -> int:
         """Keys of a list in a step whose rows have at most ``longest``."""
         return min(longest, self.keys + math.ceil(self.of_all * longest))

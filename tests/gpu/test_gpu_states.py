@@ -35,7 +35,7 @@ POLICIES = [
     "lfps(k=0.1, least=1)",
     f"{LOOP})",
     f"{LOOP}, observed=2)",
-    "double_sparsity(k=50, source=prompt, dense_layers=1)",
+    "double_sparsity(dense_upto=0, k=50, source=prompt, dense_layers=1)",
     "hshare(source=prompt, heavy=30, sinks=3, local=8, every=3)",
     "dense+psaw(start_layer=1, block_size=1, sinks=3, local=8)",
     "psa(epsilon=0.6, block_size=16, microbatch=1, rank=keys, rest=estimate)",

@@ -20,7 +20,7 @@ AHEAD = 1024  # keys that room is made for at a time
 
 class Budgeted(Protocol):
     """A method that reads ``budget`` of ``k`` keys, or a share of them, the first ``sinks`` and the last ``local`` ones
-    among them."""
+    among them, and everything of up to ``dense_upto``."""
 
     @property
     def k(self) -> float: ...
@@ -28,6 +28,8 @@ class Budgeted(Protocol):
     def sinks(self) -> int: ...
     @property
     def local(self) -> int: ...
+    @property
+    def dense_upto(self) -> int: ...
 
     def budget(self, visible: int) -> int: ...
 
@@ -78,7 +80,7 @@ class RecordedLabels(DeviceState):
         words = KeyWords() if labels is None else labels.words()
         if by is None:
             return words
-        return words._replace(k=int(by.k) if by.k >= 1 else 0, sinks=by.sinks, local=by.local)
+        return words._replace(k=int(by.k) if by.k >= 1 else 0, sinks=by.sinks, local=by.local, dense_upto=by.dense_upto)
 
     def reals(self, layer: int) -> Sequence[float]:
         return () if self._by is None else (self._by.k,)

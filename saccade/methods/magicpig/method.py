@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import Opening
 from saccade.methods.magicpig.tables import HashTables, draw
 from saccade.methods.options import require_choice, require_whole
+from saccade.methods.whole import WholeMethod
 from saccade.selection import Dense, Selection
 from saccade.selection.forms import MOST
 
@@ -24,13 +25,13 @@ MOST_TABLES = 4096  # a key takes 4 bytes in each: 32 times the bytes of a bfloa
 
 
 @dataclass(frozen=True)
-class MagicPIG(Method):
+class MagicPIG(WholeMethod):
     """Keys whose hash of ``bits`` signs equals the query's in at least 2 of ``tables`` tables are sampled; each one's
     logit loses the log of its chance to be, so that sums over hash draws are those of all keys. The first ``sinks``
     keys, the last ``local`` of the prompt and all later ones are read exactly. Keys are hashed without their mean.
 
     Every ``dense_every``-th layer from the first on is dense (0: none). Projections are drawn from ``seed``, the KV
-    head and the layer's run of 16. Query heads sample for themselves.
+    head and the layer's run of 16. Query heads sample for themselves. Rows of up to ``dense_upto`` keys read everything.
     """
 
     name: ClassVar[str] = "magicpig"
@@ -61,6 +62,7 @@ class MagicPIG(Method):
         for name in ("sinks", "dense_every", "seed"):
             require_whole(name, getattr(self, name), 0)
         require_whole("local", self.local, 1)
+        self.check_dense_upto()
 
     def begin(self, segment: Chunk) -> HashTables | None:
         shape, last = segment.shape, segment.shape.k_len - self.local
@@ -76,7 +78,7 @@ class MagicPIG(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape
-        if state is None or self._dense(query):
+        if state is None or self._dense(query) or shape.k_len <= self.dense_upto:
             return Dense(shape)
         asked = [
             self.hash(query.q[g * shape.group : (g + 1) * shape.group, 0].float(), query.layer, g).T
@@ -88,7 +90,7 @@ class MagicPIG(Method):
         return sampled
 
     def whole_upto(self, opening: Opening) -> int:
-        return MOST if all(state is None for state in opening.states) else 0
+        return MOST if all(state is None for state in opening.states) else self.dense_upto
 
     def hash(self, vectors: Tensor, layer: int, kv_head: int) -> Tensor:
         """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""
