@@ -12,7 +12,8 @@ from saccade.kv import BlockManager
 
 POLICIES = (
     "dense", "streaming(sinks=2, window=40)", "flexprefill(block_size=64, min_budget=64)+lfps(k=24)",
-    "psa(epsilon=0.9)", "quest(budget=64, dense_layers=0)", "double_sparsity(dense_upto=0, k=32, source=prompt, dense_layers=0)",
+    "psa(epsilon=0.9)", "quest(budget=64, dense_layers=0)",
+    "double_sparsity(dense_upto=0, k=32, source=prompt, dense_layers=0)",
     "magicpig(dense_upto=0, bits=4, tables=20, dense_every=0)", "minference(vertical=40, slash=30)+topk(k=24)",
 )  # fmt: skip
 

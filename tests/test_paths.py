@@ -65,7 +65,17 @@ def test_rows_that_are_looked_at_are_chosen_for_one_by_one(folder):
 
 
 def test_explain_tells_what_a_run_reports(folder, capsys):
-    options = ["-p", "topp(dense_upto=0, p=0.5)", "-m", str(folder), "--lengths", "40,90", "--json", "--kv-memory", "16MiB"]
+    options = [
+        "-p",
+        "topp(dense_upto=0, p=0.5)",
+        "-m",
+        str(folder),
+        "--lengths",
+        "40,90",
+        "--json",
+        "--kv-memory",
+        "16MiB",
+    ]
     code, out, err = run(capsys, "explain", *options)
     assert code == 0, err
     rows = json.loads(out)

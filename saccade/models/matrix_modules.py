@@ -43,7 +43,8 @@ class MatrixEmbedding(nn.Module):
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, scale: float | None) -> None:
         super().__init__()
-        self.matrix, self.dtype, self.scale = matrix, dtype, scale
+        self.matrix, self.dtype = matrix, dtype
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))  # as modules round it
 
     @property
     def weight(self) -> Tensor:
@@ -53,7 +54,7 @@ class MatrixEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 [...] -> [..., channels]."""
         rows = self.matrix.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)
-        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
+        return rows if self.scale is None else rows * self.scale
 
 
 class MatrixExperts(nn.Module):

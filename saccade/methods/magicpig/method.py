@@ -31,7 +31,8 @@ class MagicPIG(WholeMethod):
     keys, the last ``local`` of the prompt and all later ones are read exactly. Keys are hashed without their mean.
 
     Every ``dense_every``-th layer from the first on is dense (0: none). Projections are drawn from ``seed``, the KV
-    head and the layer's run of 16. Query heads sample for themselves. Rows of up to ``dense_upto`` keys read everything.
+    head and the layer's run of 16. Query heads sample for themselves.
+    Rows of up to ``dense_upto`` keys read everything.
     """
 
     name: ClassVar[str] = "magicpig"
