@@ -26,6 +26,7 @@ from saccade.methods.lfps import (
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
+from saccade.ops.block_weights import FORMATS
 from saccade.ops.triton import (
     antidiagonals,
     batched_best,
@@ -36,6 +37,7 @@ from saccade.ops.triton import (
     batched_rank,
     best_parts,
     block_pairs,
+    block_products,
     block_rows,
     block_summaries,
     block_sums,
@@ -241,6 +243,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         )
         for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
     ]  # fmt: skip
+    for name in block_products.FORMATS:
+        stored = FORMATS[name]
+        own = {"FORMAT": name, "BLOCK": stored.block, "BYTES": stored.block_bytes, "PART": block_products.part_of(name)}
+        own |= {"ROWS": 16, "OUTPUTS": block_products.OUTPUTS, "BIASED": True, "EXACT": False, "EARLY": True}
+        found.append((block_products._product, own, {"num_warps": 4}))
     reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
     found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]
     ranking = {**decoding, "FIRST": 2, "LAST": 1, "TILE": batched_labels.TILE, "OPERAND": triton.language.bfloat16}

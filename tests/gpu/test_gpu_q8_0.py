@@ -1,4 +1,4 @@
-"""Q8_0 on a GPU: the compiled kernel against float64, and a model's tokens against the CPU's."""
+"""Blocks of GGUF files on a GPU: the compiled kernel against float64, and a model's tokens against the CPU's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from engine_helpers import tokens
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import tiny, write
+from test_planes import blocks
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
@@ -37,11 +38,25 @@ def test_products(rows, outputs, channels, biased):
         assert torch.equal(held.product(x[-1:]), made[-1:])  # a row hangs on no other
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("name", block_products.FORMATS)
+def test_products_of_every_format(name, rows):
+    held = blocks(name, 203, 1024, seed=3)
+    values = held._dequantised(held.weight).double().cuda()
+    held = type(held)(held.weight.cuda())
+    x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)).cuda()
+    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):  # bfloat16: what the result is rounded to
+        own = x.to(dtype)
+        made, exact = held.product(own).double(), own.double() @ values.T
+        assert bool(((made - exact).abs() <= most * (own.double().abs() @ values.abs().T)).all())
+
+
+@pytest.mark.parametrize("stored", [Kind.Q8_0, Kind.Q5_0])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_model_answers_as_on_a_cpu(kind, tmp_path: Path, monkeypatch):
+def test_a_model_answers_as_on_a_cpu(kind, stored, tmp_path: Path, monkeypatch):
     """In a prefill and in recorded steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = write(tiny(kind, tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
+    file = write(tiny(kind, tmp_path / "made"), tmp_path / "m.gguf", stored)
     greedy, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for device in ("cpu", "cuda"):
         with LLM(file, dtype="float32", kv_memory="16MiB", device=device) as llm:

@@ -26,6 +26,11 @@ def serves(x: Tensor, matrix: BlockMatrix) -> bool:
     return matrix.format in FORMATS and 0 < x.shape[0] <= MOST_ROWS and runs_on(x)
 
 
+def part_of(name: str) -> int:
+    """Weights that share a scale in format ``name``."""
+    return 16 if name == "Q6_K" else 32
+
+
 def product(x: Tensor, matrix: BlockMatrix) -> Tensor:
     """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32."""
     x, weight, bias = in_rows(x), matrix.weight, matrix.bias
@@ -33,7 +38,7 @@ def product(x: Tensor, matrix: BlockMatrix) -> Tensor:
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     _product[(triton.cdiv(outputs, OUTPUTS),)](
         x, weight, out if bias is None else bias, out, rows, outputs, matrix.channels // matrix.block, x.stride(0),
-        weight.stride(0), FORMAT=matrix.format, BLOCK=matrix.block, PART=16 if matrix.format == "Q6_K" else 32,
+        weight.stride(0), FORMAT=matrix.format, BLOCK=matrix.block, PART=part_of(str(matrix.format)),
         BYTES=matrix.block_bytes, ROWS=pad(rows), OUTPUTS=OUTPUTS, BIASED=bias is not None,
         EXACT=x.dtype == torch.float32, num_warps=4, **launched(x.device),
     )  # fmt: skip
