@@ -54,7 +54,7 @@ class PlaneMatrix(Matrix):
     def _packed(cls, stored: Tensor, channels: int, bias: Tensor | None, **more: int) -> PlaneMatrix:
         outputs = stored.shape[0]
         groups = -(-outputs // GROUP)
-        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8)
+        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8, device="cpu")
         call = native.PackPlanes(
             format=cls.number,
             threads=torch.get_num_threads(),
@@ -103,7 +103,7 @@ class PlaneMatrix(Matrix):
 
     def _values(self, dtype: torch.dtype, count: int, **which: int) -> Tensor:
         kind = dtype if dtype in STORAGE else torch.float32
-        out = torch.empty(count, self.channels, dtype=kind)
+        out = torch.empty(count, self.channels, dtype=kind, device="cpu")
         call = native.PlaneRows(
             threads=torch.get_num_threads(),
             storage=STORAGE[kind],
