@@ -60,7 +60,8 @@ class LabelledRows:
                 labels = keys_in_few_bits(view.upto(prompt), self.method.bits)
                 labels.extend(view.upto(max(prompt, length - 1)))
                 labels.reserve(length + 40)
-                words[row + 1, :14] = torch.tensor(labels.words()._replace(k=-1, sinks=-1, local=-1, every=-1, sets=-1))
+                said = labels.words()._replace(k=-1, sinks=-1, local=-1, every=-1, sets=-1)
+                words[row + 1, : len(said)] = torch.tensor(said)
             self.views.append(view)
             self.labels.append(labels)
         tables = torch.cat([slots[:1] * 0, slots, slots[:1] * 0])[1:-1]

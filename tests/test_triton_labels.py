@@ -87,7 +87,8 @@ def test_labels_of_some_channels_are_made_without_a_frame():
         labels = Labels(torch.tensor([[5, 2, 30], [1, 0, 7]]), 4)
         labels.extend(rows.views[row].upto(length - 1))
         labels.reserve(length + 9)
-        rows.words[row, :14] = torch.tensor(labels.words()._replace(frame=12345))
+        said = labels.words()._replace(frame=12345)
+        rows.words[row, : len(said)] = torch.tensor(said)
         made.append(labels)
     label_keys(rows.pages, rows.words, 3, 4)
     for row, length in enumerate(rows.lengths):
