@@ -95,7 +95,7 @@ OTHERS = tuple(kind for kind in DRAFTERS if kind is not Erring)
     [
         pytest.param(*row.values, kinds, marks=[*row.marks, *marks])
         for number, row in enumerate(spread([*EVERY, Policy.parse(FIVE[4]), Policy(decode=Counting())], PASSES))
-        for kinds, marks in (((Erring, OTHERS[number % 4]), []), (OTHERS, [pytest.mark.thorough]))
+        for kinds, marks in (((Erring, OTHERS[number % len(OTHERS)]), []), (OTHERS, [pytest.mark.thorough]))
     ],
     indirect=["any_llm"],
     ids=lambda value: "-".join(kind.__name__ for kind in value) if isinstance(value, tuple) else str(value),

@@ -16,7 +16,7 @@ from tiny_models import oracle
 
 from saccade import LLM, SamplingParams
 from saccade.engine.answers import UNASKED
-from saccade.models.gguf_header import read_header
+from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_names import name_of, undone
 
 pytestmark = pytest.mark.real
