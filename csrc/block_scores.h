@@ -171,7 +171,10 @@ struct BlockPlan {
     template <class Score>
     void sort_best(int64_t unit, const Score& score) const {
         int32_t* best = r.out + unit * r.count;
-        std::stable_sort(best, best + r.count, [&](int32_t a, int32_t b) { return score(a) > score(b); });
+        // A heap: a stable sort's helpers are functions of plain ints, of which the linker keeps one of any instruction set.
+        const auto before = [&](int32_t a, int32_t b) { return score(a) != score(b) ? score(a) > score(b) : a < b; };
+        std::make_heap(best, best + r.count, before);
+        std::sort_heap(best, best + r.count, before);
     }
 };
 
