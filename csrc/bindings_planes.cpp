@@ -17,6 +17,16 @@ int64_t bytes_of_group(int format, int64_t channels) {
     return group_bytes(plane_traits(static_cast<WeightFormat>(format)), channels);
 }
 
+// (name, bits of a code, channels of a record) of each format, in the order of their numbers from 1 on.
+nb::list plane_formats() {
+    nb::list found;
+    for (int number = 1; number < static_cast<int>(WeightFormat::count); ++number) {
+        const PlaneTraits traits = plane_traits(static_cast<WeightFormat>(number));
+        found.append(nb::make_tuple(kPlaneNames[number - 1], traits.bits, kBlock * traits.blocks));
+    }
+    return found;
+}
+
 void drop(uintptr_t address, int64_t bytes) { drop_pages(reinterpret_cast<const void*>(address), bytes); }
 
 void check_channels(WeightFormat format, int64_t channels) {
@@ -73,6 +83,7 @@ void bind_planes(nb::module_& m, KernelSetClass& set) {
     set.def("plane_rows", &plane_rows);
     m.def("pack_planes", &pack);
     m.def("plane_group_bytes", &bytes_of_group, "format"_a, "channels"_a, "Bytes of 16 rows of a matrix in planes.");
+    m.def("plane_formats", &plane_formats, "Name, bits of a code and channels of a record of each format, in order.");
     m.def("drop_pages", &drop, "address"_a, "bytes"_a,
           "Gives back whole pages of a private mapping of a file to which nothing was written.");
 }

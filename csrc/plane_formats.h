@@ -13,7 +13,7 @@
 
 namespace saccade {
 
-// How a matrix is stored: in the storage type of the call, or in planes. Numbers of saccade/ops/planes.py.
+// How a matrix is stored: in the storage type of the call, or in planes.
 enum class WeightFormat : int {
     plain = 0,
     q4_0,
@@ -43,6 +43,14 @@ enum class WeightFormat : int {
     int8_128_bf16,
     count
 };
+
+// By which saccade/ops/planes.py knows them, in their order from 1 on: GGUF's names, and those of groups.
+constexpr const char* kPlaneNames[] = {
+    "Q4_0",         "Q4_1",          "Q5_0",     "Q5_1",     "Q8_0",      "Q2_K",         "Q3_K",
+    "Q4_K",         "Q5_K",          "Q6_K",     "IQ4_NL",   "IQ4_XS",    "MXFP4",        "INT4_32",
+    "INT4_64",      "INT4_128",      "INT8_32",  "INT8_64",  "INT8_128",  "INT4_32_BF16", "INT4_64_BF16",
+    "INT4_128_BF16", "INT8_32_BF16", "INT8_64_BF16", "INT8_128_BF16"};
+static_assert(sizeof kPlaneNames / sizeof *kPlaneNames == static_cast<int>(WeightFormat::count) - 1);
 
 constexpr int64_t kGroupRows = 16, kBlock = 32;
 

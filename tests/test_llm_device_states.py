@@ -63,6 +63,7 @@ LABELLED = [
     f"{SPARSE}, k=24, bits=16)",
     "hshare(source=prompt, heavy=20, sinks=3, local=5, every=3)",
     "hshare(source=prompt, heavy=20, sinks=3, local=5, head_share=0.5, layer_share=0.5, unit=q_head, channels=0.3)",
+    f"{SPARSE.replace('dense_upto=0', 'dense_upto=113')}, k=24)",  # a prompt of 110 is read whole for some steps
 ]
 WINDOW = "psaw(start_layer=1, block_size=1, sinks=3, local=8)"
 WINDOWS = [f"dense+{WINDOW}", f"streaming(sinks=6, window=150)+{WINDOW}", f"streaming(sinks=2, window=20)+{WINDOW}"]
@@ -97,7 +98,7 @@ def same(own, batched) -> None:
 
 
 EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
-QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1], BY_KEYS}
+QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], LABELLED[5], WINDOWS[1], BY_KEYS}
 
 
 def first_of(policies: list[str], count: int = 1) -> list:

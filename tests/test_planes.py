@@ -283,18 +283,19 @@ def test_a_layer_of_several_formats_in_the_kernels_own_calls(isa, dtype):
         assert torch.equal(last[0], after[-1])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_nearest_integers(bits):
-    weight = draw(20, 96) * torch.logspace(-3, 2, 20)[:, None]
-    weight[3], weight[4], weight[5, :32] = 0, 7.0, -1.0
-    held = planes.nearest(weight.bfloat16(), bits, draw(20))
-    found, apart = held.rows(torch.arange(20), torch.float32), weight.bfloat16().float().unflatten(1, (-1, 32))
-    step = (apart.amax(-1).clamp(min=0) - apart.amin(-1).clamp(max=0)) / ((1 << bits) - 1)
-    off = (found.unflatten(1, (-1, 32)) - apart).abs()
-    assert bool((off <= step[..., None] * (1.01 if bits == 4 else 1.2)).all())  # the ends, where 0 is rounded too
-    assert float((off / step.clamp(min=1e-9)[..., None])[:3].mean()) < 0.27  # a quarter of a step
-    assert (held.format, held.outputs, held.bias.numel()) == (f"INT{bits}_32", 20, 20)
-    assert torch.equal(found[3], torch.zeros(96))
+def test_codes_that_do_not_fit_are_refused():
+    kind = planes.FORMATS["INT4_32"]
+    codes, scales, zeros = torch.zeros(3, 64, dtype=torch.uint8), torch.ones(3, 2).half(), torch.zeros(3, 2).byte()
+    assert kind.of_codes(codes + 15, scales, zeros + 16).outputs == 3  # a zero may lie beyond all codes
+    for given, said in (
+        ((codes + 16, scales, zeros), "codes below 16; got 16"),
+        ((codes, scales.bfloat16(), zeros), r"scales of torch.float16 \[3, 2\]; got torch.bfloat16"),
+        ((codes, scales[:, :1], zeros), r"scales of torch.float16 \[3, 2\]; got torch.float16 \[3, 1\]"),
+        ((codes, scales, zeros[:2]), r"zeros of torch.uint8 \[3, 2\]; got torch.uint8 \[2, 2\]"),
+        ((codes[:, :48], scales[:, :1], zeros[:, :1]), r"codes of torch.uint8 \[3, 32\]; got torch.uint8 \[3, 48\]"),
+    ):
+        with pytest.raises(SaccadeError, match=said):
+            kind.of_codes(*given)
 
 
 def test_plain_matrices_stay():

@@ -104,9 +104,14 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
     finally:
         cpu.set_isa(None)
     wide = x.double()
-    normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()).to(dtype).double()
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).to(dtype)
+    normed = (normed * norm.weight).double()
+    if dtype == torch.bfloat16:  # these are multiplied in 8 bits, a scale for 32 channels
+        apart = normed.unflatten(1, (-1, 32))
+        scale = apart.abs().amax(2, keepdim=True).float() / 127
+        normed = ((apart / scale).round() * scale).flatten(1)
     exact = normed @ values.double().T + held.bias.double()
-    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 5e-2)  # of 8 bits
+    assert float((made.double() - exact).abs().max()) <= (2e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(torch.cat(alone), made[[0, 16]])  # a row hangs on no other
 
 

@@ -16,8 +16,8 @@ from tiny_models import oracle
 
 from saccade import LLM, SamplingParams
 from saccade.engine.answers import UNASKED
-from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_names import name_of, undone
+from saccade.models.gguf_parts import read_header
 
 pytestmark = pytest.mark.real
 

@@ -12,7 +12,7 @@ from saccade.methods.options import require_whole
 @dataclass(frozen=True)
 class WholeMethod(Method):
     """Base of methods whose decode rows of up to ``dense_upto`` keys read everything; 0 lets them choose at any
-    length. Their choice is made in Python, a layer at a time: a step of 88 keys takes 15 to 20 times dense's calls.
+    length. Their choice is made in Python, a layer at a time: a step of 88 keys takes 15 to 22 times dense's calls.
     Rows that read everything are in the one call a step (Method.whole_upto), and prefill knows nothing of it."""
 
     dense_upto: int = field(default=256, kw_only=True)

@@ -1,5 +1,6 @@
 """Weights in blocks along their rows, as GGUF files hold them (ggml-common.h): few bits a weight, and a scale for every
-block. They are multiplied as they lie; what is dequantised on the way is a piece of one matrix.
+block. Here they are multiplied as they lie, dequantised a piece of one matrix at a time; a CPU's kernels have them in
+planes (``ops.planes``).
 
 A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/plane_blocks.h,
 ``ops.triton.block_products``) equal it bit for bit.

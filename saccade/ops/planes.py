@@ -28,6 +28,7 @@ class PlaneMatrix(Matrix):
     dtype. A format is a subclass."""
 
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
+    bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
 
     def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
@@ -46,9 +47,21 @@ class PlaneMatrix(Matrix):
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
-        """A matrix scale * (code - zero): ``codes`` uint8 [outputs, channels], ``scales`` float16 and ``zeros`` uint8
-        [outputs, channels / step]."""
-        return cls._packed(codes, codes.shape[1], bias, scales=address(scales), zeros=address(zeros))
+        """A matrix scale * (code - zero), of INT formats: ``codes`` uint8 [outputs, channels], ``scales`` in the
+        format's type and ``zeros`` uint8 [outputs, channels / step]. SaccadeError for tensors of other types or shapes,
+        and for codes of more bits than the format's."""
+        outputs, channels = codes.shape
+        groups, kind = (outputs, channels // cls.step), torch.bfloat16 if "BF16" in str(cls.format) else torch.float16
+        wanted = {"codes": (codes, torch.uint8, (outputs, groups[1] * cls.step))}
+        wanted |= {"scales": (scales, kind, groups), "zeros": (zeros, torch.uint8, groups)}
+        for name, (given, dtype, shape) in wanted.items():
+            if given.dtype != dtype or tuple(given.shape) != shape:
+                raise SaccadeError(
+                    f"{cls.format} takes {name} of {dtype} {list(shape)}; got {given.dtype} {list(given.shape)}"
+                )
+        if int(codes.max()) >> cls.bits:
+            raise SaccadeError(f"{cls.format} takes codes below {1 << cls.bits}; got {int(codes.max())}")
+        return cls._packed(codes, channels, bias, scales=address(scales), zeros=address(zeros))
 
     @classmethod
     def _packed(cls, stored: Tensor, channels: int, bias: Tensor | None, **more: int) -> PlaneMatrix:
@@ -141,40 +154,15 @@ class PlaneMatrix(Matrix):
         return native.RowMatrix(weight=weight, bias=bias or 0, rows=self.outputs, format=number)
 
 
-# In the order of their numbers in csrc/plane_formats.h, and channels of a record. INT: int4 and int8 of AWQ, GPTQ and
-# compressed-tensors, by the channels of a group, with scales of float16 or bfloat16.
-_STEPS = {
-    "Q4_0": 32,
-    "Q4_1": 32,
-    "Q5_0": 32,
-    "Q5_1": 32,
-    "Q8_0": 32,
-    "Q2_K": 256,
-    "Q3_K": 256,
-    "Q4_K": 256,
-    "Q5_K": 256,
-    "Q6_K": 256,
-    "IQ4_NL": 32,
-    "IQ4_XS": 256,
-    "MXFP4": 32,
-    "INT4_32": 32,
-    "INT4_64": 64,
-    "INT4_128": 128,
-    "INT8_32": 32,
-    "INT8_64": 64,
-    "INT8_128": 128,
-    "INT4_32_BF16": 32,
-    "INT4_64_BF16": 64,
-    "INT4_128_BF16": 128,
-    "INT8_32_BF16": 32,
-    "INT8_64_BF16": 64,
-    "INT8_128_BF16": 128,
-}
+# By name. INT: int4 and int8 of AWQ, GPTQ and compressed-tensors, by the channels of a group, with scales of float16 or
+# bfloat16. None without the kernels.
 FORMATS: dict[str, type[PlaneMatrix]] = {
     name: type(
-        f"{name}Planes", (PlaneMatrix,), {"format": name, "number": number, "step": step, "__module__": __name__}
+        f"{name}Planes",
+        (PlaneMatrix,),
+        {"format": name, "number": number, "bits": bits, "step": step, "__module__": __name__},
     )
-    for number, (name, step) in enumerate(_STEPS.items(), 1)
+    for number, (name, bits, step) in enumerate([] if native is None else native.plane_formats(), 1)
 }
 
 
@@ -183,19 +171,6 @@ def packed(matrix: Matrix) -> Matrix:
     if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
         return PlaneMatrix.of_blocks(matrix)
     return matrix
-
-
-def nearest(weight: Tensor, bits: int, bias: Tensor | None = None) -> PlaneMatrix:
-    """``weight`` [outputs, channels] in integers of 4 or 8 bits, each the nearest: by groups of 32 channels a float16
-    scale, and the zero that lets the codes reach from the group's least number to its greatest."""
-    kind, most = FORMATS[f"INT{bits}_32"], (1 << bits) - 1
-    apart = weight.float().unflatten(1, (-1, kind.step))
-    low, high = apart.amin(-1).clamp(max=0), apart.amax(-1).clamp(min=0)
-    scales = ((high - low) / most).half()
-    inverse = scales.float().reciprocal().nan_to_num(posinf=0)
-    zeros = (-low * inverse).round().clamp(0, most)
-    codes = (apart * inverse[..., None] + zeros[..., None]).round().clamp(0, most).byte().flatten(1)
-    return kind.of_codes(codes, scales, zeros.byte(), bias)
 
 
 def give_back(mapped: Tensor) -> None:
