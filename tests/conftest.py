@@ -60,6 +60,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def far_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``tiny_llama`` with room for 2^17 positions: a request that still runs when a test looks, on any machine."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("far_llama"), max_position_embeddings=1 << 17)
+
+
+@pytest.fixture(scope="session")
 def odd_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of 12 channels, which the reference alone serves, row by row."""
     settings = {"max_position_embeddings": 2048, "head_dim": 12}

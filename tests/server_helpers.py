@@ -66,6 +66,9 @@ def until(condition: Callable[[], object], seconds: float = 20) -> None:
 
 
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+# Of ``far_llama``, in a cache of FAR_BLOCKS: half a minute and more, for tests that look at what runs, and then end it.
+FAR_BLOCKS = 4000
+FAR = {**GREEDY, "max_tokens": 100_000}
 
 
 def parsed(lines: Iterator[str]) -> list[Any]:

@@ -8,6 +8,7 @@ import base64
 import numpy as np
 import pytest
 from engine_helpers import make
+from server_helpers import FAR, FAR_BLOCKS
 from tiny_models import random_ids
 
 from saccade import SamplingParams
@@ -19,7 +20,6 @@ from saccade.eval.capture import watch
 from saccade.methods.policy import Policy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 POLICY = Policy.parse("streaming(sinks=2, window=40)+topk(k=24)")
 
 
@@ -104,9 +104,11 @@ def test_a_map_that_cannot_be_drawn_is_refused(llm, order, params, said):
     assert llm.loop.running == 0
 
 
-def test_a_running_request_reports_what_it_has_done(llm):
+def test_a_running_request_reports_what_it_has_done(far_llama):
+    llm = make(far_llama, FAR_BLOCKS)
+
     async def main():
-        outputs = await llm.loop.submit([ask(random_ids(200, seed=5), params=LONG)])
+        outputs = await llm.loop.submit([ask(random_ids(200, seed=5), params=SamplingParams(**FAR))])
         made = 0
         while made < 20:
             for output in await outputs.take():
@@ -116,6 +118,7 @@ def test_a_running_request_reports_what_it_has_done(llm):
         return outputs, reports, llm.loop.running_reports(0).result()
 
     outputs, (report,), none = asyncio.run(main())
+    llm.close()
     assert none == []
     assert report["request_id"] in [stream.request_id for stream in outputs.streams]
     assert report["output_tokens"] >= 20

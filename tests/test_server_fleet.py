@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from engine_helpers import make
-from server_helpers import GREEDY, parsed
+from server_helpers import FAR, FAR_BLOCKS, GREEDY, parsed
 from tiny_models import random_ids
 
 from saccade.engine.config import EngineConfig
@@ -132,8 +132,8 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def llms(tiny_llama):
-    made = [make(tiny_llama, enable_prefix_caching=True) for _ in range(2)]
+def llms(far_llama):
+    made = [make(far_llama, FAR_BLOCKS, enable_prefix_caching=True) for _ in range(2)]
     yield made
     for one in made:
         one.close()
@@ -252,7 +252,7 @@ def test_half_an_event_is_closed_before_the_error():
 def test_clients_that_leave_and_replicas_that_drain(fleet, llms):
     async def ask() -> None:
         app = Ingress(fleet, max_body=100_000)
-        asked = Called(app, "/v1/completions", {"prompt": "x", **GREEDY, "max_tokens": 1900, "stream": True})
+        asked = Called(app, "/v1/completions", {"prompt": "x", **FAR, "stream": True})
         while len(asked.sent) < 2:
             await asyncio.sleep(0.005)
         asked.left.set()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_helpers import BLOCK_BYTES, make
-from server_helpers import GREEDY, error, serving
+from server_helpers import FAR, FAR_BLOCKS, GREEDY, error, serving
 
 from saccade.engine.messages import EngineStatistics
 from saccade.errors import SaccadeError
@@ -28,8 +28,8 @@ POLICY = "streaming(sinks=2, window=40)+topk(k=24)"
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(make(tiny_llama), selection_maps=300) as running:
+def server(far_llama):
+    with serving(make(far_llama, FAR_BLOCKS), selection_maps=300) as running:
         yield running
         running.idle()
 
@@ -149,7 +149,7 @@ def test_the_log_has_a_line_for_each_request_with_its_id_and_its_costs(server):
 
 def test_what_runs_and_what_ended_is_told_by_layer_and_head(server):
     prompt = list(range(5, 205))
-    body = {"prompt": prompt, **GREEDY, "max_tokens": 1500, "stream": True, "policy": POLICY}
+    body = {"prompt": prompt, **FAR, "stream": True, "policy": POLICY}
     with server.client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "runs"}) as response:
         lines = response.iter_lines()
         for _ in range(6):

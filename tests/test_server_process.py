@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from engine_helpers import BLOCK_BYTES, make
-from server_helpers import GREEDY, error, parsed, serving, until
+from server_helpers import FAR, FAR_BLOCKS, GREEDY, error, parsed, serving, until
 from tiny_models import random_ids
 
 from saccade import SamplingParams
@@ -23,19 +23,18 @@ from saccade.server import wire, wire_forms
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import about_llm
 
-LONG = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 PSA = "flexprefill+psa(epsilon=0.9)"
 
 
 def config(folder, **settings) -> EngineConfig:
     return EngineConfig.of(
-        model=folder, dtype="float32", kv_memory=400 * BLOCK_BYTES, prefill_chunk=64, max_requests=4, **settings
+        model=folder, dtype="float32", kv_memory=FAR_BLOCKS * BLOCK_BYTES, prefill_chunk=64, max_requests=4, **settings
     )
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama):
-    with serving(EngineProcess(config(tiny_llama), "error"), max_queue=64, selection_maps=400) as running:
+def server(far_llama):
+    with serving(EngineProcess(config(far_llama), "error"), max_queue=64, selection_maps=400) as running:
         yield running
 
 
@@ -64,7 +63,7 @@ def test_what_runs_and_selection_maps_pass_the_process_border(server, llm):
     message = AddRequest(new_request_id(), ids, params, Policy.parse(PSA), map_order=MapOrder((1,), 32))
     with llm.loop.asked([message]) as (stream,):
         outcome = list(llm.loop.outputs(stream))[-1].outcome
-    with server.client.stream("POST", "/v1/completions", json={"prompt": ids, **LONG, "stream": True}) as response:
+    with server.client.stream("POST", "/v1/completions", json={"prompt": ids, **FAR, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
         (running,) = server.client.get("/v1/requests").json()["running"]
@@ -96,9 +95,7 @@ def test_the_engines_refusals_keep_their_form(server):
 
 
 def test_a_client_that_goes_away_ends_its_request_there(server):
-    with server.client.stream(
-        "POST", "/v1/completions", json={"prompt": "x", **GREEDY, "max_tokens": 1900, "stream": True}
-    ) as response:
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "x", **FAR, "stream": True}) as response:
         next(response.iter_lines())
         until(lambda: server.serving.engine.statistics().running == 1)
     server.idle(5)
@@ -198,7 +195,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line():
 def test_the_death_of_the_engine_is_told_to_everybody(server):
     """The last one here: it kills what the others share."""
     engine = server.serving.engine
-    asked = {"prompt": "x", **GREEDY, "max_tokens": 1900, "stream": True, "n": 2}
+    asked = {"prompt": "x", **FAR, "stream": True, "n": 2}
     with server.client.stream("POST", "/v1/completions", json=asked) as response:
         lines = response.iter_lines()
         first = next(lines)
