@@ -129,7 +129,7 @@ def test_products_of_few_rows_on_the_device(rows, dtype):
 
 
 def test_products_of_many_rows_dequantise_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr("saccade.ops.block_weights.PIECE", 96 * 7)
+    monkeypatch.setattr("saccade.ops.dequantised.PIECE", 96 * 7)
     seen: list[int] = []
     real = Q8_0.values
     monkeypatch.setattr(Q8_0, "values", staticmethod(lambda blocks: (seen.append(len(blocks)), real(blocks))[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class SafetensorsWeights:
         self._device, self._dtype, self._digests = device, dtype, digests
         self._arena = Arena(dtype)
 
-    def format(self, name: str) -> type[Matrix]:
+    def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """See ``llama_weights.WeightSource``."""
         return DenseMatrix
 

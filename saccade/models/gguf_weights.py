@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from saccade.models.gguf_header import GgufHeader, GgufTensor
 from saccade.models.gguf_names import ROTARY, name_of, undone
 from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
-from saccade.ops.block_weights import FORMATS, PIECE
+from saccade.ops.block_weights import FORMATS
+from saccade.ops.dequantised import PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.planes import give_back
 
@@ -107,7 +109,7 @@ class GgufWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def format(self, name: str) -> type[Matrix]:
+    def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """See ``llama_weights.WeightSource``."""
         return FORMATS.get(self._tensors[name].kind, DenseMatrix)
 

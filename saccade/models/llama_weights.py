@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         """The tensor on the device that it runs on; in the dtype that it runs in, if it is of plain numbers."""
         ...
 
-    def format(self, name: str) -> type[Matrix]:
+    def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """What matrix the tensor is the weight of."""
         ...
 
@@ -126,7 +126,7 @@ def matrix_of(source: WeightSource, name: str, bias: bool = False, use: Use = "m
     """The matrix that is stored under ``name``, with its ``bias`` if it has one."""
     weight = f"{name}.weight"
     stored = source.tensor(weight, use)
-    return packed(source.format(weight).of(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
+    return packed(source.format(weight)(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
 
 
 def _window(attention: Any, config: Any) -> int | None:
@@ -174,7 +174,7 @@ def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Ma
     parts = [made[name] for name in names]
     if len({type(part) for part in parts}) > 1:
         return None
-    whole = type(parts[0]).join(parts)
+    whole = parts[0].join(parts)
     if convert is not None:
         whole = convert(whole)
     made.update(zip(names, whole.split([part.outputs for part in parts])))
@@ -194,6 +194,6 @@ class NamedTensors:
         """See :class:`WeightSource`."""
         return self._tensors[name].detach()
 
-    def format(self, name: str) -> type[Matrix]:
+    def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """See :class:`WeightSource`."""
         return DenseMatrix

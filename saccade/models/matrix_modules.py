@@ -164,7 +164,7 @@ def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
             biases = list(source.tensor(f"{whole}.bias", "vector").unbind())
         kind, rows = source.format(f"{whole}.weight"), source.tensor(f"{whole}.weight", "matrix")
         parts = rows.reshape(count, -1, rows.shape[-1])
-        return [packed(kind.of(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+        return [packed(kind(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
 
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 

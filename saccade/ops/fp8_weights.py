@@ -32,9 +32,14 @@ class Fp8Matrix(Matrix):
         return cls(rows.values, rows.scale.t().contiguous(), bias, weight.dtype, reference)
 
     @property
-    def nbytes(self) -> int:
+    def stored(self) -> tuple[Tensor, ...]:
         """See :class:`Matrix`."""
-        return super().nbytes + self.scale.nbytes
+        return self.weight, self.scale.t()
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> Fp8Matrix:
+        """See :class:`Matrix`."""
+        weight, scale = stored
+        return Fp8Matrix(weight, scale.t(), bias, self.dtype, self.reference)
 
     def dequantized(self) -> Tensor:
         """float32 [outputs, channels]."""
@@ -60,13 +65,6 @@ class Fp8Matrix(Matrix):
             out_dtype=self.dtype,
             use_fast_accum=True,
         )
-
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`."""
-        sizes = list(widths)
-        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-        parts = zip(self.weight.split(sizes), self.scale.split(sizes, 1), biases)
-        return [Fp8Matrix(*part, self.dtype, self.reference) for part in parts]
 
     def passes(self, plain: RowPasses) -> RowPasses:
         """See :class:`Matrix`. They leave rows quantized."""

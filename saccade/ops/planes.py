@@ -15,8 +15,10 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu
-from saccade.ops.block_weights import PIECE, BlockMatrix
+from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.dequantised import PIECE
+from saccade.ops.group_weights import GroupMatrix
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
 
 GROUP = 16  # rows that lie together
@@ -40,10 +42,9 @@ class PlaneMatrix(Matrix):
         """See :class:`Matrix`."""
         return self._outputs
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> PlaneMatrix:
         """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
-        return cls(weight, GROUP * weight.shape[0] if bias is None else bias.numel(), bias)
+        return type(self)(stored[0], GROUP * stored[0].shape[0] if bias is None else bias.numel(), bias)
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
@@ -137,13 +138,13 @@ class PlaneMatrix(Matrix):
         parts = self.weight.split([-(-width // GROUP) for width in widths])
         return [type(self)(part, width, bias) for part, width, bias in zip(parts, widths, biases)]
 
-    @classmethod
-    def join(cls, parts: Sequence[Matrix]) -> Matrix:
+    @staticmethod
+    def join(parts: Sequence[Matrix]) -> Matrix:
         """See :class:`Matrix`. SaccadeError where one but the last has no whole groups of 16."""
         if any(part.outputs % GROUP for part in parts[:-1]):
-            raise SaccadeError(f"{cls.format} in planes joins multiples of {GROUP} outputs")
-        joined = super().join(parts)
-        return cls(joined.weight, sum(part.outputs for part in parts), joined.bias)
+            raise SaccadeError(f"{parts[0].format} in planes joins multiples of {GROUP} outputs")
+        joined, kind = Matrix.join(parts), FORMATS[str(parts[0].format)]
+        return kind(joined.weight, sum(part.outputs for part in parts), joined.bias)
 
     def native(self, dtype: torch.dtype) -> Any | None:
         """See :class:`Matrix`."""
@@ -167,9 +168,13 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
 
 
 def packed(matrix: Matrix) -> Matrix:
-    """``matrix`` in planes where it is in blocks, on a CPU whose kernels read them; or as it is."""
-    if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
-        return PlaneMatrix.of_blocks(matrix)
+    """``matrix`` in planes where it is in blocks or by groups, on a CPU whose kernels read them; or as it is."""
+    if matrix.weight.device.type == "cpu" and cpu.available():
+        if isinstance(matrix, BlockMatrix):
+            return PlaneMatrix.of_blocks(matrix)
+        if isinstance(matrix, GroupMatrix) and matrix.format in FORMATS:
+            scales, zeros = matrix.scales.contiguous(), matrix.zeros.contiguous()
+            return FORMATS[matrix.format].of_codes(matrix.codes().contiguous(), scales, zeros, matrix.bias)
     return matrix
 
 
