@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.ops.dequantised import DequantisedMatrix
+from saccade.ops.matrices import Matrix
 
 GROUPS = 128, 64, 32  # channels of a group
 _SUFFIXES = {torch.float16: "", torch.bfloat16: "_BF16", torch.float32: "_F32"}
@@ -67,14 +68,19 @@ def packed_codes(codes: Tensor, bits: int) -> Tensor:
     return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def group_matrix(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int, bias: Tensor | None = None) -> GroupMatrix:
+def group_matrix(
+    weight: Tensor, scales: Tensor, zeros: Tensor, bits: int, bias: Tensor | None = None, size: int | None = None
+) -> GroupMatrix:
     """The matrix of ``weight`` uint8 [outputs, channels * bits / 8], which :func:`packed_codes` makes, ``scales``
-    [outputs, groups] of float16, bfloat16 or float32 and ``zeros`` uint8 [outputs, groups]. A group is of any multiple
-    of 32 channels, or all. SaccadeError for other bits, types or shapes."""
-    channels, groups = weight.shape[1] * 8 // bits if bits in (4, 8) else 0, scales.shape[1]
-    size = channels // groups if groups and channels % groups == 0 else 0
-    group = next((one for one in GROUPS if size and size % one == 0), None)
-    shape = (weight.shape[0], groups)
+    [outputs, groups] of float16, bfloat16 or float32 and ``zeros`` uint8 [outputs, groups]. A group has ``size``
+    channels, the last one what is left: a multiple of 32, or -1 for all; by default all have the same. SaccadeError for
+    other bits, types or shapes."""
+    channels, count = weight.shape[1] * 8 // bits if bits in (4, 8) else 0, scales.shape[1]
+    if size is None:
+        size = channels // count if count and channels % count == 0 else 0
+    size = channels if size == -1 else size
+    group = next((one for one in GROUPS if size and channels and size % one == channels % one == 0), None)
+    shape = (weight.shape[0], -(-channels // size) if group else 0)
     types = weight.dtype, scales.dtype in _SUFFIXES, zeros.dtype
     if group is None or types != (torch.uint8, True, torch.uint8) or shape != scales.shape or shape != zeros.shape:
         raise SaccadeError(
@@ -82,8 +88,74 @@ def group_matrix(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int, bias:
             f"bits; got {bits} bits, {_said(weight)}, scales {_said(scales)} and zeros {_said(zeros)}"
         )
     if size != group:  # a scale and a zero for each part of a group are the same
-        scales, zeros = (one.repeat_interleave(size // group, 1) for one in (scales, zeros))
+        parts = torch.arange(0, channels, group, device=weight.device) // size
+        scales, zeros = scales[:, parts], zeros[:, parts]
     return FORMATS[f"INT{bits}_{group}{_SUFFIXES[scales.dtype]}"](weight, scales, zeros, bias)
+
+
+def by_groups(
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    bias: Tensor | None,
+    size: int,
+    which: Tensor | None,
+) -> Matrix:
+    """:func:`group_matrix` where ``which`` [channels], if it is given, numbers each channel's group: those of a group
+    are brought together. SaccadeError where another number than ``size`` has one."""
+    channels = weight.shape[1] * 8 // bits
+    even = torch.arange(channels, device=weight.device) // (channels if size == -1 else size)
+    if which is None or torch.equal(which.long(), even) or not bool((which > 0).any()):  # unset: all 0, or all -1
+        return group_matrix(weight, scales, zeros, bits, bias, size)
+    order = which.long().argsort(stable=True)
+    if not torch.equal(which.long()[order], even):
+        raise SaccadeError(f"g_idx has other groups than such of {size} channels")
+    whole = group_matrix(weight, scales, zeros, bits, None, size)
+    codes = packed_codes(whole.codes()[:, order].contiguous(), bits)
+    return PermutedMatrix(group_matrix(codes, scales, zeros, bits, bias, size), order)
+
+
+class PermutedMatrix(Matrix):
+    """``inner``, whose channel i is channel ``order[i]`` (int64 [channels]) of this one: weights that were quantised in
+    another order than they are multiplied in. No kernel that runs whole layers takes it."""
+
+    def __init__(self, inner: Matrix, order: Tensor) -> None:
+        self.inner, self.order = inner, order
+        self.weight, self.bias, self.channels = inner.weight, inner.bias, inner.channels
+        self.format = inner.format
+
+    @property
+    def outputs(self) -> int:
+        """See :class:`Matrix`."""
+        return self.inner.outputs
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """See :class:`Matrix`."""
+        return self.inner.stored
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> PermutedMatrix:
+        """See :class:`Matrix`."""
+        return PermutedMatrix(self.inner.like(stored, bias), self.order)
+
+    def alike(self, other: Matrix) -> bool:
+        """See :class:`Matrix`."""
+        return (
+            isinstance(other, PermutedMatrix) and self.inner.alike(other.inner) and torch.equal(self.order, other.order)
+        )
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`."""
+        return [PermutedMatrix(part, self.order) for part in self.inner.split(widths)]
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`."""
+        return self.inner.product(x.index_select(1, self.order))
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        return self.inner.rows(ids, dtype).index_select(1, self.order.argsort())
 
 
 def _said(tensor: Tensor) -> str:

@@ -81,9 +81,13 @@ class Matrix(ABC):
         """The passes whose rows :meth:`product` takes: ``plain``, unless it takes other rows than plain ones."""
         return plain
 
+    def alike(self, other: Matrix) -> bool:
+        """Whether :meth:`join` takes both."""
+        return type(self) is type(other)
+
     @staticmethod
     def join(parts: Sequence[Matrix]) -> Matrix:
-        """Matrices of one class and of the same channels as one, their outputs one after another."""
+        """Matrices that are :meth:`alike`, of the same channels, as one, their outputs one after another."""
         bias = None
         if any(part.bias is not None for part in parts):
             kept = next(part.bias for part in parts if part.bias is not None)

@@ -18,7 +18,7 @@ from saccade.ops import cpu
 from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.dequantised import PIECE
-from saccade.ops.group_weights import GroupMatrix
+from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
 
 GROUP = 16  # rows that lie together
@@ -172,6 +172,8 @@ def packed(matrix: Matrix) -> Matrix:
     if matrix.weight.device.type == "cpu" and cpu.available():
         if isinstance(matrix, BlockMatrix):
             return PlaneMatrix.of_blocks(matrix)
+        if isinstance(matrix, PermutedMatrix):
+            return PermutedMatrix(packed(matrix.inner), matrix.order)
         if isinstance(matrix, GroupMatrix) and matrix.format in FORMATS:
             scales, zeros = matrix.scales.contiguous(), matrix.zeros.contiguous()
             return FORMATS[matrix.format].of_codes(matrix.codes().contiguous(), scales, zeros, matrix.bias)

@@ -1,0 +1,69 @@
+"""Quantised weights of safetensors files: matrices are made of the several tensors that they are stored in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.errors import ModelError, SaccadeError
+from saccade.machine import forget_file_pages
+from saccade.models.dense_weights import SafetensorsWeights
+from saccade.models.identity import joined_digest, tensor_digest
+from saccade.models.llama_weights import Use
+from saccade.models.packed_header import PackedHeader, renamed
+from saccade.ops.matrices import Matrix
+from saccade.ops.planes import packed
+
+
+class PackedWeights(SafetensorsWeights):
+    """As :class:`SafetensorsWeights`, with the matrices of ``header`` in their formats."""
+
+    def __init__(self, files: list[Path], header: PackedHeader, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(files, device, dtype)
+        self._header, self._folder = header, files[0].parent
+        self._files = {renamed(name): file for name, file in self._files.items()}
+
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+        """See ``llama_weights.WeightSource``. ModelError for a matrix whose numbers cannot be."""
+        read = self._header.formats.get(name)
+        if read is None:
+            return super().matrix(name, bias, use)
+        stored = {part: self._read(f"{name}.{part}") for part in self._header.parts[name]}
+        held = {part: one.to(self._device) for part, one in stored.items()}
+        try:
+            made = packed(read.matrix(held, self._bias(name, bias), self._dtype))
+        except SaccadeError as error:
+            raise ModelError(f"{self._folder}: {name}: {error}") from error
+        for one in stored.values():
+            forget_file_pages(one)
+        return made
+
+    def experts(self, name: str, count: int) -> list[Matrix]:
+        """See ``matrix_modules.QuantisedSource``."""
+        return [self.matrix(one) for one in self._header.experts[name]]
+
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See ``matrix_modules.QuantisedSource``."""
+        return self._read(name).to(dtype or self._dtype, copy=True)
+
+    def let_go(self) -> None:
+        """See ``matrix_modules.QuantisedSource``: pages go as matrices are made."""
+
+    def _read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(self._header.stored_names.get(name, name))
+
+    def _bias(self, name: str, wanted: bool) -> Tensor | None:
+        """AutoGPTQ stored zeros where a model has none."""
+        if wanted:
+            return self.tensor(f"{name}.bias", "vector")
+        if f"{name}.bias" in self._files and bool(self._read(f"{name}.bias").any()):
+            raise SaccadeError("has a bias, which the model that config.json describes has not")
+        return None
+
+    def digest(self) -> str:
+        """Of the contents of all tensors as they are stored, and what they mean; reads the files."""
+        digests = {name: tensor_digest(self._read(name)) for name in self._files}
+        meanings = {f"{name} is": one.meaning for name, one in self._header.formats.items()}
+        return joined_digest({**digests, **meanings})
