@@ -63,13 +63,17 @@ class LlamaWeights:
     @property
     def matrix_bytes(self) -> int:
         """What a decode step reads of the matrices."""
-        return self.head.nbytes + sum(matrix.nbytes for layer in self.layers for matrix in layer.matrices)
+        return sum(matrix.nbytes for matrix in self.read_each_step)
+
+    @property
+    def read_each_step(self) -> list[Matrix]:
+        """The matrices that a decode step multiplies by: all layers', and the head."""
+        return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
     @property
     def format(self) -> str | None:
         """Formats of the matrices that are no plain numbers; None where all are."""
-        own = {matrix.format for layer in self.layers for matrix in layer.matrices} | {self.head.format}
-        return "+".join(sorted(one for one in own if one is not None)) or None
+        return "+".join(sorted({one.format for one in self.read_each_step if one.format is not None})) or None
 
     def named(self) -> dict[str, Tensor]:
         """All tensors as they are stored, by transformers' names."""

@@ -34,7 +34,7 @@ from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_loading import fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
 from saccade.models.matrix_modules import MatrixProduct, QuantisedSource
-from saccade.models.packed_weights import PackedWeights
+from saccade.models.packed_weights import PackedWeights, product_notes
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.runner import HFRunner
@@ -126,6 +126,7 @@ def load_model(
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)
+    notes += product_notes(matrix_modules.matrices(model) if llama is None else llama.weights.read_each_step)
     for note in notes:
         warnings.warn(note, stacklevel=2)
 
@@ -207,6 +208,11 @@ def run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.de
         return torch.float32, ["the checkpoint is float64; it runs in float32"]
     if dtype not in DTYPES.values():
         raise ModelError(f"dtype {dtype} is not supported; use one of {allowed}")
+    if dtype == torch.float16 and device.type == "cpu" and asked == "auto" and checkpoint.packed is not None:
+        return torch.bfloat16, [
+            "float16 does not run on a CPU: the quantised model runs in bfloat16, in which few rows of activations are "
+            "multiplied in 8 bits; pass dtype='float32' to multiply them as they are"
+        ]
     if dtype == torch.float16 and device.type == "cpu":
         return torch.float32, [
             "float16 does not run on a CPU: the model runs in float32, which is exact and takes twice the memory; "

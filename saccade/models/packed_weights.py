@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,8 +14,26 @@ from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.identity import joined_digest, tensor_digest
 from saccade.models.llama_weights import Use
 from saccade.models.packed_header import PackedHeader, renamed
+from saccade.ops.fp8_weights import ScaledFp8Matrix
+from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
 from saccade.ops.matrices import Matrix
 from saccade.ops.planes import packed
+
+
+def product_notes(matrices: Iterable[Matrix]) -> list[str]:
+    """What of the formats of ``matrices``, which a step multiplies by, has no kernel, as sentences."""
+    parts, notes = list(matrices), []
+    if slow := {str(one.format) for one in parts if isinstance(one, (GroupMatrix, ScaledFp8Matrix))}:
+        notes.append(
+            f"no kernel here multiplies weights in {', '.join(sorted(slow))}: torch dequantises a piece of a matrix at "
+            "a time, for each product"
+        )
+    if any(isinstance(one, PermutedMatrix) for one in parts):
+        notes.append(
+            "channels of weights are in an order of their own (desc_act): they are sorted for each product, and layers "
+            "do not run in one call"
+        )
+    return notes
 
 
 class PackedWeights(SafetensorsWeights):
