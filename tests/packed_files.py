@@ -126,6 +126,17 @@ def floats(values: np.ndarray, block: tuple[int, int], kind: torch.dtype):
     return {"weight": weight, "weight_scale": scales[0] if scales.numel() == 1 else scales}, worth
 
 
+def small_floats(values: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """MXFP4 of ``values`` [experts, outputs, channels]: 32 numbers behind a power of two."""
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    apart = values.reshape(*values.shape[:2], -1, 32)
+    powers = np.floor(np.log2(abs(apart).max(-1) + 1e-30)).astype(int) - 2
+    codes = abs(apart[..., None] / 2.0 ** powers[..., None, None] - table).argmin(-1)
+    worth = (table[codes] * 2.0 ** powers[..., None]).reshape(values.shape)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return {"blocks": torch.from_numpy(blocks), "scales": torch.from_numpy((powers + 127).astype(np.uint8))}, worth
+
+
 def quantise(made: Path, folder: Path, config: dict[str, Any], seed: int = 0) -> tuple[Path, Any]:
     """The checkpoint ``made`` with ``config`` and its layers' products quantised so, and transformers' model in float32
     of what they are worth. What the config leaves out stays as it is."""
@@ -143,7 +154,16 @@ def quantise(made: Path, folder: Path, config: dict[str, Any], seed: int = 0) ->
     kept: Tensors = {}
     for name, tensor in stored.items():
         module = name.removesuffix(".weight")
-        if not re.search(r"\.(\w+_proj|w[123])\.weight$", name) or any(re.match(one, module) for one in left):
+        if config["quant_method"] == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts, values = small_floats(tensor.transpose(1, 2).double().numpy())
+            kept |= {f"{name}_{part}": one.contiguous() for part, one in parts.items()}
+            worth[name] = torch.from_numpy(values).float().transpose(1, 2)
+            continue
+        if (
+            not re.search(r"\.(\w+_proj|w[123])\.weight$", name)
+            or config["quant_method"] == "mxfp4"
+            or any(re.match(one, module) for one in left)
+        ):
             kept[name] = tensor
             continue
         kind = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float16

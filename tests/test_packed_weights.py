@@ -14,7 +14,7 @@ from saccade import LLM, SamplingParams
 
 IDS = random_ids(40, seed=5)
 SCORED = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,30 @@ def same_as(theirs: Any, folder: Path, **settings: Any) -> LLM:
     expected = wanted[: len(IDS) - 1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     return llm
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_moe", "awq"),
+        ("mixtral", "gptq"),
+        ("gemma2", "w4a16"),
+        ("qwen2_moe", "fp8_dynamic"),
+        ("phi3", "gptq_act"),
+    ],
+)
+def test_families_that_transformers_modules_run(family, name, tmp_path):
+    """Experts, too, each of which has its own tensors."""
+    made = make_checkpoint(family, tmp_path / "made", **SIZES)
+    same_as(quantise(made, tmp_path / name, FOLDERS[name])[1], tmp_path / name)
+
+
+def test_mxfp4_of_gpt_oss(tmp_path):
+    made = make_checkpoint("gpt_oss", tmp_path / "made", **SIZES)
+    folder, theirs = quantise(
+        made, tmp_path / "mxfp4", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
+    assert same_as(theirs, folder).model.identity.quantize == "MXFP4"
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import ModelError, SaccadeError, shown
-from saccade.models import awq, compressed, gptq, scaled_fp8
+from saccade.models import awq, compressed, gptq, mxfp4, scaled_fp8
 from saccade.models.packed_format import PackedFormat
 
 KEYS = "quantization_config", "compression_config", "quantization"
-READ = "AWQ, GPTQ, compressed-tensors or FP8"
+READ = "AWQ, GPTQ, compressed-tensors, FP8 or MXFP4"
 
 # Of a method's config: the format of a module by its name, or PackedError for numbers that are not read.
 Reader = Callable[[Mapping[str, Any]], Callable[[str], PackedFormat]]
@@ -21,6 +21,7 @@ READERS: dict[str, Reader] = {
     "compressed-tensors": compressed.formats,
     "fp8": scaled_fp8.formats,
     "fbgemm_fp8": scaled_fp8.formats,
+    "mxfp4": mxfp4.formats,
 }
 _TITLES = {
     "bitsandbytes": "bitsandbytes (NF4, FP4 or LLM.int8)",

@@ -15,12 +15,14 @@ from saccade.models.packed_config import Scheme
 from saccade.models.packed_format import PackedError, PackedFormat, Stored
 
 # By one of these a module's weight is told from plain numbers; "weight" where its type is one of the others.
-_CODES = "qweight", "weight_packed"
+_CODES = "qweight", "weight_packed", "blocks"
 _KINDS = "I8", "F8_E4M3"
 # Of keys, values and attention, which are not quantised here.
 _UNUSED = "k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(gate|up|down)_proj\.weight$")
+_STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj\.(weight|bias)$")
 _MIXTRAL = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d{1,6})\.(w[123])\.(\w+)$")
+_OPEN = re.compile(r"(.+\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
 
@@ -87,16 +89,23 @@ def packed_header(scheme: Scheme, stored: Mapping[str, Stored], where: str) -> P
 
 
 def renamed(name: str) -> str:
-    """A tensor's name by its module in transformers: Mixtral's experts have older ones."""
+    """A tensor's name by a module of its own: Mixtral's experts have older names, gpt-oss has none."""
     if found := _MIXTRAL.match(name):
         return f"{found[1]}.mlp.experts.{found[2]}.{_PROJECTIONS[found[3]]}.{found[4]}"
+    if found := _OPEN.match(name):
+        return f"{found[1]}.{found[2]}"
     return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")
 
 
 def _together(shapes: dict[str, torch.Size], where: str) -> dict[str, list[str]]:
     """The modules of each matrix of all experts; ``shapes`` has those as one, too, in their place."""
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for name in shapes:
+    for name in list(shapes):
+        if one := _STACKED.match(name):  # gpt-oss has gate and up in turns
+            shape = shapes.pop(name)
+            parts = ["down"] if one[2] == "down" else ["gate", "up"]
+            half = torch.Size((shape[0], shape[1] // len(parts), *shape[2:]))
+            shapes.update({f"{one[1]}.{part}.{one[3]}": half for part in parts})
         if one := _EXPERT.match(name):
             found[f"{one[1]}.{one[3]}"][int(one[2])] = name
     for whole, each in found.items():

@@ -46,22 +46,37 @@ class PackedWeights(SafetensorsWeights):
 
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``. ModelError for a matrix whose numbers cannot be."""
-        read = self._header.formats.get(name)
-        if read is None:
+        if name not in self._header.formats:
             return super().matrix(name, bias, use)
+        made = packed(self._made(name, bias))
+        if isinstance(made, (GroupMatrix, ScaledFp8Matrix)) and self._device.type == "cpu":
+            made = made.like([one.clone() for one in made.stored], made.bias)  # by which no file stays mapped
+        for part in self._header.parts[name]:
+            forget_file_pages(self._read(f"{name}.{part}"))
+        return made
+
+    def _made(self, name: str, bias: bool | None) -> Matrix:
+        """Without a bias where that is None."""
+        read = self._header.formats[name]
         stored = {part: self._read(f"{name}.{part}") for part in self._header.parts[name]}
         held = {part: one.to(self._device) for part, one in stored.items()}
         try:
-            made = packed(read.matrix(held, self._bias(name, bias), self._dtype))
+            made = read.matrix(held, None if bias is None else self._bias(name, bias), self._dtype)
         except SaccadeError as error:
             raise ModelError(f"{self._folder}: {name}: {error}") from error
-        for one in stored.values():
-            forget_file_pages(one)
         return made
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """See ``matrix_modules.QuantisedSource``."""
-        return [self.matrix(one) for one in self._header.experts[name]]
+        if name in self._header.experts:
+            return [self.matrix(one) for one in self._header.experts[name]]
+        start, _, part = name.rpartition(".")
+        whole = f"{start}.{'down' if part == 'down' else 'gate_up'}_proj"  # of all experts, gate and up in turns
+        turn = slice(None) if part == "down" else slice(part == "up", None, 2)
+        stacked, bias = self._made(whole, None), self.tensor(f"{whole}.bias", "vector")
+        rows = stacked.weight.view(count, -1, stacked.weight.shape[1])[:, turn]
+        parts = zip(rows.unbind(), bias[:, turn].unbind())
+        return [packed(stacked.like([weight.contiguous()], bias.contiguous())) for weight, bias in parts]
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See ``matrix_modules.QuantisedSource``."""
