@@ -25,6 +25,7 @@ from saccade.models.loader import load_model
 from saccade.models.packed_config import READERS, scheme_of
 from saccade.models.packed_format import PackedError
 
+pytestmark = pytest.mark.filterwarnings("ignore:no kernel here", "ignore:channels of weights")
 MODULE = "model.layers.1.self_attn.k_proj"
 Tensors = dict[str, torch.Tensor]
 

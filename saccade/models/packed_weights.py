@@ -23,7 +23,8 @@ from saccade.ops.planes import packed
 def product_notes(matrices: Iterable[Matrix]) -> list[str]:
     """What of the formats of ``matrices``, which a step multiplies by, has no kernel, as sentences."""
     parts, notes = list(matrices), []
-    if slow := {str(one.format) for one in parts if isinstance(one, (GroupMatrix, ScaledFp8Matrix))}:
+    inner = [one.inner if isinstance(one, PermutedMatrix) else one for one in parts]
+    if slow := {str(one.format) for one in inner if isinstance(one, (GroupMatrix, ScaledFp8Matrix))}:
         notes.append(
             f"no kernel here multiplies weights in {', '.join(sorted(slow))}: torch dequantises a piece of a matrix at "
             "a time, for each product"

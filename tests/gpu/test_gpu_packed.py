@@ -1,0 +1,45 @@
+"""Quantised checkpoints on a GPU: a model's tokens against the CPU's, in a prefill and in recorded steps, and FP8
+against what its weights are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import tokens
+from packed_files import FOLDERS, quantise
+from tiny_models import make_checkpoint, oracle_logits, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.ops import fp8
+from saccade.ops.fp8_weights import Fp8Matrix
+
+pytestmark = pytest.mark.filterwarnings("ignore:no kernel here", "ignore:channels of weights")
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_model_answers_as_on_a_cpu(name, tmp_path: Path):
+    folder, _ = quantise(make_checkpoint("llama", tmp_path / "made", **SIZES), tmp_path / name, FOLDERS[name])
+    greedy, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
+    for device in ("cpu", "cuda"):
+        with LLM(folder, dtype="float32", kv_memory="16MiB", device=device) as llm:
+            found.append([tokens(one) for one in llm.generate([random_ids(60, seed=7), random_ids(9, seed=8)], greedy)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["fbgemm", "fp8_dynamic", "fp8_static"])
+def test_fp8_is_multiplied_as_such(name, tmp_path: Path):
+    if reason := fp8.why_not(torch.device("cuda"), torch.bfloat16):
+        pytest.skip(reason)
+    folder, theirs = quantise(make_checkpoint("llama", tmp_path / "made", **SIZES), tmp_path / name, FOLDERS[name])
+    ids = random_ids(60, seed=7)
+    scored = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
+    with LLM(folder, dtype="bfloat16", kv_memory="16MiB", device="cuda") as llm:
+        layers = llm.model.runner.llama.weights.layers
+        assert {type(one) for one in (*layers[1].matrices, layers[1].joined, layers[1].both)} == {Fp8Matrix}
+        entries = llm.generate([ids], scored)[0].prompt_logprobs[1:]
+    found = torch.tensor([entry[token].logprob for token, entry in zip(ids[1:], entries)])
+    wanted = torch.log_softmax(oracle_logits(theirs, ids)[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert float((found - wanted).abs().mean()) < 0.15
