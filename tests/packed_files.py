@@ -31,7 +31,7 @@ def _compressed(format: str, weights: dict[str, Any], **more: Any) -> dict[str, 
         "quant_method": "compressed-tensors",
         "format": format,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*layers.0.mlp.down_proj"],
+        "ignore": ["lm_head", "re:.*embed_tokens", "re:.*layers.0.mlp.down_proj"],
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
     }
@@ -45,11 +45,16 @@ FOLDERS |= {
     "w4a16": _compressed("pack-quantized", _INT4),
     "w4a16_asym": _compressed("pack-quantized", {**_INT4, "symmetric": False}),
     "w8a16": _compressed("pack-quantized", _INT8),
+    "w8a8_asym": _compressed("int-quantized", {**_INT8, "symmetric": False}),
     "w8a8": _compressed("int-quantized", _INT8, input_activations={**_ROWS, "type": "int"}),
     "fp8_dynamic": _compressed("float-quantized", _FP8, input_activations={**_ROWS, "type": "float"}),
     "fp8_static": _compressed("float-quantized", {**_FP8, "strategy": "tensor"}),
     "fp8_blocks": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48], "activation_scheme": "dynamic"},
-    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    "fbgemm": {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": ["lm_head", ".*embed_tokens"],
+    },
 }
 
 
@@ -103,7 +108,10 @@ def matrix(config: dict[str, Any], values: np.ndarray, kind: torch.dtype, rng: n
         which = np.arange(channels) // (weights.get("group_size") or channels)
         codes, scales, zeros, worth = integers(values, bits, which, weights["symmetric"], kind)
         if config["format"] == "int-quantized":
-            return {"weight": torch.from_numpy((codes - 128).astype(np.int8)), "weight_scale": scales}, worth
+            made = {"weight": torch.from_numpy((codes - 128).astype(np.int8)), "weight_scale": scales}
+            if not weights["symmetric"]:
+                made["weight_zero_point"] = torch.from_numpy((zeros - 128).astype(np.int8))
+            return made, worth
         made = {"weight_packed": packed(codes, bits, 1), "weight_scale": scales}
         made["weight_shape"] = torch.tensor(values.shape)
         if not weights["symmetric"]:
@@ -148,7 +156,8 @@ def quantise(made: Path, folder: Path, config: dict[str, Any], seed: int = 0) ->
     for index in folder.glob("*.index.json"):
         index.unlink()
     left = [
-        one.removeprefix("re:") for one in config.get("ignore") or config.get("modules_to_not_convert") or ["lm_head"]
+        one.removeprefix("re:")
+        for one in config.get("ignore") or config.get("modules_to_not_convert") or ["lm_head", ".*embed_tokens"]
     ]
     worth, rng = dict(stored), np.random.default_rng(seed)
     kept: Tensors = {}
@@ -160,7 +169,7 @@ def quantise(made: Path, folder: Path, config: dict[str, Any], seed: int = 0) ->
             worth[name] = torch.from_numpy(values).float().transpose(1, 2)
             continue
         if (
-            not re.search(r"\.(\w+_proj|w[123])\.weight$", name)
+            not re.search(r"(\w+_proj|\.w[123]|lm_head|embed_tokens)\.weight$", name)
             or config["quant_method"] == "mxfp4"
             or any(re.match(one, module) for one in left)
         ):

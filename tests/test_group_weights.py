@@ -8,7 +8,7 @@ import torch
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu
-from saccade.ops.group_weights import FORMATS, GroupMatrix, group_matrix, packed_codes
+from saccade.ops.group_weights import FORMATS, GroupMatrix, PermutedMatrix, by_groups, group_matrix, packed_codes
 from saccade.ops.planes import PlaneMatrix, packed
 
 
@@ -64,6 +64,34 @@ def test_a_product_of_many_rows_dequantises_a_piece_at_a_time(monkeypatch):
     made = group_matrix(*parts, 4).product(x)
     torch.testing.assert_close(made.double(), x.double() @ values.T, rtol=1e-5, atol=1e-4)
     assert (max(seen), sum(seen)) == (7, 37)
+
+
+def test_channels_in_an_order_of_their_own():
+    """Groups of channels that lie anywhere; numbers that say nothing count as none."""
+    weight, scales, zeros, _ = drawn(4, 64, torch.float16)
+    codes = group_matrix(weight, scales, zeros, 4).codes().double()
+    which = torch.arange(384).flip(0).view(6, 64).t().flatten() // 64
+    values = scales.double()[:, which] * (codes - zeros.double()[:, which])
+    bias = torch.linspace(-1, 1, 37)
+    held = by_groups(weight, scales, zeros, 4, bias, 64, which.int())
+    x = torch.randn(20, 384, generator=torch.Generator().manual_seed(1))
+    for one in (held, packed(held)):
+        assert isinstance(one, PermutedMatrix)
+        assert (one.outputs, one.channels, one.format, one.native(torch.float32)) == (37, 384, "INT4_64", None)
+        assert torch.equal(one.rows(torch.tensor([36, 5, 5]), torch.float32), values.float()[[36, 5, 5]])
+        for rows in (1, 20):
+            exact = x[:rows].double() @ values.T + bias.double()
+            torch.testing.assert_close(one.product(x[:rows]).double(), exact, rtol=1e-5, atol=1e-4)
+        first, second = one.split([16, 21])
+        assert torch.equal(second.rows(torch.arange(21), torch.float32), values.float()[16:])
+        assert first.alike(second)
+    other = by_groups(weight, scales, zeros, 4, None, 64, which.flip(0).contiguous())
+    assert not held.alike(other)
+    assert not held.alike(held.inner)
+    for plain in (None, torch.zeros(384), -torch.ones(384).int(), torch.arange(384) // 64):
+        assert isinstance(by_groups(weight, scales, zeros, 4, None, 64, plain), GroupMatrix)
+    with pytest.raises(SaccadeError, match="g_idx has other groups than such of 64 channels"):
+        by_groups(weight, scales, zeros, 4, None, 64, which // 2)
 
 
 @pytest.mark.parametrize(

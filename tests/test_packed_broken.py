@@ -108,6 +108,7 @@ NUMBERS = [
     ("gptq_act", put("g_idx", torch.arange(64).int()), "g_idx has other groups than such of 32 channels"),
     ("gptq_act", put("g_idx", -torch.arange(64).int() + 9), "g_idx has other groups"),
     ("gptq_sym", put("qzeros", torch.zeros(1, 4).int()), "qzeros are not those of sym=true"),
+    ("w4a16", put("weight_shape", torch.tensor([32, 63])), "weight_shape says [32, 63]"),
     ("gptq", put("bias", torch.ones(32)), ""),
     ("awq", put("scales", torch.full((2, 32), float("nan")).half()), "NaN or infinity"),
 ]

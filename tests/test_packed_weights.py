@@ -126,6 +126,15 @@ def test_torch_runs_where_kernels_do_not(name, llama, tmp_path, monkeypatch):
                 torch.testing.assert_close(theirs, ours.product(X[:, :64]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_and_an_embedding_that_are_quantised_too(llama, tmp_path):
+    config = deepcopy(FOLDERS["w4a16"]) | {"ignore": ["re:.*norm"]}
+    folder, theirs = quantise(llama, tmp_path / "head", config)
+    weights = same_as(theirs, folder).model.runner.llama.weights
+    assert (weights.head.format, weights.embedding.format) == ("INT4_32", "INT4_32")
+    tied = make_checkpoint("llama", tmp_path / "made", **SIZES, tie_word_embeddings=True)
+    same_as(quantise(tied, tmp_path / "tied", config)[1], tmp_path / "tied")
+
+
 def source_of(folder: Path) -> tuple[Any, PackedWeights]:
     checkpoint = open_checkpoint(folder)
     model = described_model(checkpoint, checked_config(checkpoint), torch.float32)

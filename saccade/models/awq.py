@@ -23,9 +23,7 @@ from saccade.models.packed_format import (
     sizes,
     unpacked,
 )
-from saccade.ops.group_weights import GroupMatrix, group_matrix, packed_codes
-
-PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # of a word's 8 outputs, in fields of 4 bits
+from saccade.ops.group_weights import GroupMatrix, group_matrix
 
 
 def formats(config: Mapping[str, Any]) -> Callable[[str], PackedFormat]:
@@ -58,11 +56,12 @@ class Awq(PackedFormat):
 
     def matrix(self, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> GroupMatrix:
         """See :class:`PackedFormat`."""
-        places = torch.tensor(PLACES, device=tensors["qweight"].device)
+        fields = unpacked(tensors["qweight"], 4)
+        weight = _outputs_first(fields[::2] | fields[1::2] << 4)  # two channels a byte
+        zeros = _outputs_first(unpacked(tensors["qzeros"], 4))
+        return group_matrix(weight, tensors["scales"].t().contiguous(), zeros, 4, bias, self.group)
 
-        def outputs_first(words: Tensor) -> Tensor:
-            return unpacked(words, 4).unflatten(1, (-1, 8))[..., places].flatten(1).t().contiguous()
 
-        weight = packed_codes(outputs_first(tensors["qweight"]), 4)
-        scales, zeros = tensors["scales"].t().contiguous(), outputs_first(tensors["qzeros"])
-        return group_matrix(weight, scales, zeros, 4, bias, self.group)
+def _outputs_first(fields: Tensor) -> Tensor:
+    """[outputs, n] of ``fields`` [n, outputs], where a word's 8 are its outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    return fields.t().contiguous().unflatten(0, (-1, 2, 4)).transpose(1, 2).reshape(fields.shape[1], -1)

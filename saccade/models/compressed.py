@@ -145,6 +145,9 @@ class PackedInts(PackedFormat):
     def matrix(self, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Matrix:
         """See :class:`PackedFormat`."""
         weight = tensors["weight_packed"].contiguous().view(torch.uint8)
+        said = tensors["weight_shape"].tolist() if "weight_shape" in tensors else None
+        if said not in (None, [len(weight), weight.shape[1] * 8 // self.bits]):
+            raise PackedError(f"weight_shape says {shown(said, 40)}, which weight_packed is not")
         scales = _spread(tensors["weight_scale"], len(weight))
         if self.symmetric:
             zeros = torch.full_like(scales, 1 << self.bits - 1, dtype=torch.uint8)

@@ -80,7 +80,7 @@ class LoadedModel:
         if self.runner.llama is not None:
             return self.runner.llama.weights.matrix_bytes
         modules = [one for one in self.runner.model.modules() if isinstance(one, (nn.Linear, MatrixProduct))]
-        return sum(one.weight.nbytes for one in modules)
+        return sum(one.matrix.nbytes if isinstance(one, MatrixProduct) else one.weight.nbytes for one in modules)
 
 
 def load_model(
