@@ -20,10 +20,11 @@ from test_packed_weights import SIZES
 from tiny_models import edit_config, make_checkpoint, one_thread  # noqa: F401
 
 from saccade.errors import ModelError
-from saccade.models.checkpoint import open_checkpoint
+from saccade.models.checkpoint import open_checkpoint, read_headers
 from saccade.models.loader import load_model
 from saccade.models.packed_config import READERS, scheme_of
-from saccade.models.packed_format import PackedError
+from saccade.models.packed_format import PackedError, Stored
+from saccade.models.packed_header import packed_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:no kernel here", "ignore:channels of weights")
 MODULE = "model.layers.1.self_attn.k_proj"
@@ -212,6 +213,28 @@ def test_configs_of_any_values_are_read_or_refused():
             scheme = scheme_of(config, "folder")
             read += scheme is not None and scheme.format(MODULE) is not None
     assert read > 200
+
+
+def test_headers_of_any_shapes_are_read_or_refused(good):
+    """One tensor of a good header changed, dropped or called otherwise: a header that is still whole, or a line."""
+    rng = random.Random(0)
+    kinds = ["I32", "I8", "F16", "F32", "F8_E4M3", "F8_E5M2", "U8", "BOOL", "I64"]
+    whole = 0
+    for name in FOLDERS:
+        scheme = scheme_of({"quantization_config": FOLDERS[name]}, "folder")
+        stored = read_headers([good(name) / "model.safetensors"])
+        for _ in range(60):
+            changed, one = dict(stored), rng.choice(list(stored))
+            kind, shape = changed.pop(one)
+            sizes = [rng.choice([0, 1, size, size * 2, size + 1, 1 << 40]) for size in shape]
+            sizes = rng.choice([sizes, sizes[:-1], [*sizes, 1], list(shape)])
+            called = rng.choice([one, one, one, f"{one}.weight", one.rpartition(".")[0], "weight", ".", ""])
+            changed[called] = Stored(rng.choice([kind, kind, *kinds]), tuple(sizes))
+            try:
+                whole += bool(packed_header(scheme, changed, "folder").shapes)
+            except ModelError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+    assert whole > 100
 
 
 def test_nothing_is_allocated_for_what_is_refused(good, tmp_path, monkeypatch):
