@@ -202,7 +202,7 @@ def test_configs_of_any_values_are_read_or_refused():
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         return [path, *(place for key, one in inner for place in places(one, (*path, key)))]
 
-    for _ in range(2000):
+    for _ in range(1000):
         config = {"quantization_config": deepcopy(rng.choice(list(FOLDERS.values())))}
         *way, last = rng.choice(places(config)[1:])
         at: Any = config
@@ -212,7 +212,7 @@ def test_configs_of_any_values_are_read_or_refused():
         with contextlib.suppress(ModelError, PackedError):
             scheme = scheme_of(config, "folder")
             read += scheme is not None and scheme.format(MODULE) is not None
-    assert read > 200
+    assert read > 100
 
 
 def test_headers_of_any_shapes_are_read_or_refused(good):
@@ -220,10 +220,10 @@ def test_headers_of_any_shapes_are_read_or_refused(good):
     rng = random.Random(0)
     kinds = ["I32", "I8", "F16", "F32", "F8_E4M3", "F8_E5M2", "U8", "BOOL", "I64"]
     whole = 0
-    for name in FOLDERS:
+    for name in ("awq", "gptq_act", "w4a16_asym", "w8a8", "fp8_blocks"):
         scheme = scheme_of({"quantization_config": FOLDERS[name]}, "folder")
         stored = read_headers([good(name) / "model.safetensors"])
-        for _ in range(60):
+        for _ in range(200):
             changed, one = dict(stored), rng.choice(list(stored))
             kind, shape = changed.pop(one)
             sizes = [rng.choice([0, 1, size, size * 2, size + 1, 1 << 40]) for size in shape]
@@ -235,6 +235,14 @@ def test_headers_of_any_shapes_are_read_or_refused(good):
             except ModelError as error:
                 assert "\n" not in str(error)  # noqa: PT017
     assert whole > 100
+    mxfp4 = scheme_of({"quantization_config": {"quant_method": "mxfp4"}}, "folder")
+    for parts in (
+        {"blocks": (2, 64), "scales": (2, 64)},
+        {"blocks": (2, 64, 2, 16), "scales": (2, 64)},
+        {"bias": (2,)},
+    ):
+        stored = {f"model.layers.0.mlp.experts.gate_up_proj_{part}": Stored("U8", parts[part]) for part in parts}
+        refused(lambda: packed_header(mxfp4, stored, "folder"), "folder: ")  # noqa: B023
 
 
 def test_nothing_is_allocated_for_what_is_refused(good, tmp_path, monkeypatch):

@@ -218,3 +218,12 @@ def test_modules_of_numbers_of_their_own(llama, tmp_path):
     config["config_groups"] = {"group_0": groups["group_0"], "group_1": other}
     of = compressed.formats(config)
     assert [of(f"model.layers.1.self_attn.{name}").bits for name in ("q_proj", "k_proj")] == [8, 4]
+
+
+def test_mixtrals_experts_are_called_as_in_the_file(tmp_path):
+    config = deepcopy(FOLDERS["w4a16"]) | {"ignore": ["re:.*self_attn.*", "re:.*embed_tokens", "lm_head"]}
+    config["config_groups"]["group_0"]["targets"] = ["re:.*block_sparse_moe.experts.*w[123]"]
+    made = make_checkpoint("mixtral", tmp_path / "made", **SIZES)
+    assert (
+        same_as(quantise(made, tmp_path / "w4a16", config)[1], tmp_path / "w4a16").model.identity.quantize == "INT4_32"
+    )

@@ -51,9 +51,11 @@ def packed_header(scheme: Scheme, stored: Mapping[str, Stored], where: str) -> P
     """Of the tensors ``stored`` in files. ModelError for parts that are missing, left over, or of other shapes than
     the config says, and where it says of no tensor how it is stored."""
     tensors: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
+    called: dict[str, str] = {}  # modules as the config calls them
     for name, one in stored.items():
         module, _, part = renamed(name).rpartition(".")
         tensors[module][part] = one
+        called[module] = name.rpartition(".")[0]
     formats: dict[str, PackedFormat] = {}
     parts: dict[str, tuple[str, ...]] = {}
     shapes: dict[str, torch.Size] = {}
@@ -62,7 +64,7 @@ def packed_header(scheme: Scheme, stored: Mapping[str, Stored], where: str) -> P
         rest = {part: one for part, one in held.items() if part not in _UNUSED}
         if any(part in held for part in _CODES) or ("weight" in held and held["weight"].kind in _KINDS):
             try:
-                format = _whole(scheme.format(module), held)
+                format = _whole(scheme.format(called[module]), held)
                 shapes[f"{module}.weight"] = format.shape(held)
             except SaccadeError as error:
                 raise ModelError(f"{where}: {module}: {error}") from error
@@ -101,8 +103,9 @@ def _together(shapes: dict[str, torch.Size], where: str) -> dict[str, list[str]]
     """The modules of each matrix of all experts; ``shapes`` has those as one, too, in their place."""
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for name in list(shapes):
-        if one := _STACKED.match(name):  # gpt-oss has gate and up in turns
-            shape = shapes.pop(name)
+        shape = shapes[name]
+        if len(shape) > 1 and (one := _STACKED.match(name)):  # gpt-oss has gate and up in turns
+            del shapes[name]
             parts = ["down"] if one[2] == "down" else ["gate", "up"]
             half = torch.Size((shape[0], shape[1] // len(parts), *shape[2:]))
             shapes.update({f"{one[1]}.{part}.{one[3]}": half for part in parts})
