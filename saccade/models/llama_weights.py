@@ -105,7 +105,8 @@ def read_weights(
     convert: Callable[[Matrix], Matrix] | None = None,
 ) -> LlamaWeights:
     """The weights of ``model``, whose modules say of what sizes, scales and windows they are and need hold no memory
-    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
+    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side, and
+    of quantised weights gate and up. ``convert`` makes other
     matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
     embedding = None if config.tie_word_embeddings else matrix_of(source, "model.embed_tokens", use="table")
@@ -146,8 +147,9 @@ def _layer(
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)
-    if convert is not None:
+    if convert is not None or (join and not isinstance(made["gate"], DenseMatrix)):  # whose kernel takes both apart
         both = _joined(made, ("gate", "up"), convert)
+    if convert is not None:
         made.update({part: convert(made[part]) for part in ("output", "down")})
 
     def norm(name: str, of: Any) -> Norm:
@@ -170,9 +172,10 @@ def _layer(
 
 
 def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
-    """Matrices of ``made`` as one, of which theirs become parts; None where they are of several formats."""
+    """Matrices of ``made`` as one, of which theirs become parts; None where they are of several formats, or would begin
+    within outputs that lie together."""
     parts = [made[name] for name in names]
-    if len({type(part) for part in parts}) > 1:
+    if len({type(part) for part in parts}) > 1 or any(part.outputs % part.group for part in parts[:-1]):
         return None
     whole = type(parts[0]).join(parts)
     if convert is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Matrix(ABC):
     weight: Tensor  # as it is stored, outputs first
     bias: Tensor | None
     channels: int
+    group: ClassVar[int] = 1  # outputs that lie together: a part of a matrix begins at a multiple of these
 
     @property
     def outputs(self) -> int:
@@ -72,16 +73,20 @@ class Matrix(ABC):
     @classmethod
     def join(cls, parts: Sequence[Matrix]) -> Matrix:
         """Matrices of this class and of the same channels as one, their outputs one after another."""
-        bias = None
-        if any(part.bias is not None for part in parts):
-            kept = next(part.bias for part in parts if part.bias is not None)
-            bias = torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
-        return cls.of(torch.cat([part.weight for part in parts]), bias)
+        return cls.of(torch.cat([part.weight for part in parts]), joined_bias(parts))
 
     @classmethod
     @abstractmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         """Of a stored weight."""
+
+
+def joined_bias(parts: Sequence[Matrix]) -> Tensor | None:
+    """[outputs] of all ``parts``, zeros of those that have none; None where none has."""
+    if all(part.bias is None for part in parts):
+        return None
+    kept = next(part.bias for part in parts if part.bias is not None)
+    return torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
 
 
 class DenseMatrix(Matrix):

@@ -18,6 +18,7 @@ from saccade.ops import cpu
 from saccade.ops.block_weights import PIECE, BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+from saccade.ops.tile_weights import tiled
 
 GROUP = 16  # rows that lie together
 FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks them
@@ -30,6 +31,7 @@ class PlaneMatrix(Matrix):
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
+    group = GROUP
 
     def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self._outputs = weight, bias, outputs
@@ -167,10 +169,10 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
 
 
 def packed(matrix: Matrix) -> Matrix:
-    """``matrix`` in planes where it is in blocks, on a CPU whose kernels read them; or as it is."""
+    """``matrix`` in planes where it is in blocks, on a CPU whose kernels read them; in tiles on a GPU; or as it is."""
     if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
         return PlaneMatrix.of_blocks(matrix)
-    return matrix
+    return tiled(matrix)
 
 
 def give_back(mapped: Tensor) -> None:

@@ -1,0 +1,197 @@
+"""Quantised weights as a GPU's kernels read them (``ops.triton.tile_products``): tiles of 64 outputs, of which what a
+program reads at a time lies together. They are packed once, as they are loaded, and are worth what their format says,
+to the bit.
+
+A tile is a run of bytes: codes, further bits of codes, scales, what is taken off, factors of scales, factors of what is
+taken off; each section begins where the one before it ends. Codes of 4 or 8 bits lie in words of 16: bit field f of the
+word of output o and lane c is the code of channel ``part * f + c``, and a word's fields are one span's or a part of
+them. So a mask and a shift of two words at once make operands of the tensor cores, which no other order of 4-bit codes
+allows. Fifth and sixth bits lie alike, in words of their own. Scales lie by groups of channels, 64 outputs each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade.errors import SaccadeError
+from saccade.ops import triton
+from saccade.ops.block_weights import FORMATS as BLOCKS
+from saccade.ops.block_weights import BlockMatrix
+from saccade.ops.matrices import DenseMatrix, Matrix, joined_bias
+
+TILE = 64  # outputs
+WORD = 16  # bits
+PIECE = 1 << 24  # weights that are packed or unpacked at once
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a format's tiles are. ``bits``, ``more``: of a code, 4 or 8 and 0 to 2 above them. ``part``: channels that
+    have the same scales. ``group``: channels of a 16-bit scale. ``zero``: what is taken off a code. ``factors``: scales
+    are times bytes, of a part each. ``least``: something is taken off a weight, ``minima``: times a byte of a part."""
+
+    bits: int
+    more: int
+    part: int
+    group: int
+    zero: int
+    factors: bool
+    signed: bool
+    least: bool
+    minima: bool
+
+    @property
+    def span(self) -> int:
+        """Channels whose codes fill whole words of both kinds."""
+        return max(WORD // self.bits, WORD // self.more if self.more else 1) * self.part
+
+    def sections(self, channels: int) -> list[int]:
+        """Bytes of a tile's sections, in order."""
+        padded = -(-channels // self.span) * self.span
+        parts, scales = TILE * (padded // self.part), 2 * TILE * -(-padded // self.group)
+        codes, more = TILE * padded * self.bits // 8, TILE * padded * self.more // 8
+        return [codes, more, scales, scales * self.least, parts * self.factors, parts * self.minima]
+
+
+class TileMatrix(Matrix):
+    """``weight`` uint8 [ceil(outputs / 64), bytes of a tile]; what fills up the last tile, and the last span, is 0.
+    ``bias`` in the activations' dtype. A format is a subclass."""
+
+    group = TILE
+    source: ClassVar[type[BlockMatrix]]
+    layout: ClassVar[Layout]
+
+    def __init__(self, weight: Tensor, outputs: int, channels: int, bias: Tensor | None = None) -> None:
+        self.weight, self.bias, self.channels, self._outputs = weight, bias, channels, outputs
+
+    @property
+    def outputs(self) -> int:
+        """See :class:`Matrix`."""
+        return self._outputs
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> TileMatrix:
+        """See :class:`Matrix`: of blocks, as :class:`BlockMatrix` has them."""
+        return cls.of_blocks(cls.source(weight, bias))
+
+    @staticmethod
+    def of_blocks(matrix: BlockMatrix) -> TileMatrix:
+        """``matrix`` in tiles, on its device; a piece of it is taken apart at a time."""
+        kind, stored, channels = FORMATS[str(matrix.format)], matrix.weight, matrix.channels
+        size = sum(kind.layout.sections(channels))
+        weight = torch.empty(-(-len(stored) // TILE), size, dtype=torch.uint8, device=stored.device)
+        step = max(1, PIECE // channels // TILE)
+        for first in range(0, len(weight), step):
+            weight[first : first + step] = kind._packed(stored[first * TILE : (first + step) * TILE], channels)
+        return kind(weight, len(stored), channels, matrix.bias)
+
+    @classmethod
+    def _packed(cls, rows: Tensor, channels: int) -> Tensor:
+        """uint8 [tiles, bytes] of ``rows`` uint8 [outputs, bytes of blocks]."""
+        layout, source = cls.layout, cls.source
+        found = source.parts(rows.reshape(-1, source.block_bytes))
+        tiles, filled = -(-len(rows) // TILE), -(-channels // layout.span) * layout.span
+
+        def laid(values: Tensor | None, each: int) -> Tensor:
+            """[tiles, filled / each, TILE] of ``values``, whose runs are of ``each`` channels or more."""
+            if values is None:
+                return torch.empty(tiles, 0, dtype=torch.uint8, device=rows.device)
+            values = values.view(len(rows), -1)
+            values = values.repeat_interleave(channels // values.shape[1] // each, 1)
+            values = pad(values, (0, -(-filled // each) - values.shape[1], 0, tiles * TILE - len(rows)))
+            return values.view(tiles, TILE, -1).transpose(1, 2).contiguous().view(tiles, -1)
+
+        codes = pad(found.codes.view(len(rows), -1), (0, filled - channels, 0, tiles * TILE - len(rows)))
+        codes = codes.view(tiles, TILE, -1, layout.part).transpose(1, 2)  # [tiles, parts, TILE, part]
+        sections = [
+            _words(codes & ((1 << layout.bits) - 1), layout.bits),
+            _words(codes >> layout.bits, layout.more) if layout.more else laid(None, 1),
+            laid(found.scale, layout.group),
+            laid(found.least, layout.group),
+            laid(found.factors, layout.part),
+            laid(found.minima, layout.part),
+        ]
+        return torch.cat([one.view(torch.uint8) for one in sections], 1)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`: by kernels that read the tiles, or, of many rows, by values of a piece at a time."""
+        from saccade.ops.triton import tile_products  # needs Triton
+
+        if tile_products.serves(x):
+            return tile_products.product(x, self)
+        out, step = x.new_empty(x.shape[0], self.outputs), max(1, PIECE // self.channels // TILE) * TILE
+        for first in range(0, self.outputs, step):
+            part = slice(first, min(first + step, self.outputs))
+            bias = None if self.bias is None else self.bias[part]
+            weight = tile_products.values(self, range(part.start, part.stop), x.dtype)
+            out[:, part] = DenseMatrix(weight, bias).product(x)
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        from saccade.ops.triton import tile_products  # needs Triton
+
+        return tile_products.values(self, ids, dtype)
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`. SaccadeError where a part would begin within a tile."""
+        if any(width % TILE for width in widths[:-1]):
+            raise SaccadeError(f"{self.format} in tiles splits at multiples of {TILE} outputs; got {list(widths)}")
+        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
+        parts = self.weight.split([-(-width // TILE) for width in widths])
+        return [type(self)(part, width, self.channels, bias) for part, width, bias in zip(parts, widths, biases)]
+
+    @classmethod
+    def join(cls, parts: Sequence[Matrix]) -> Matrix:
+        """See :class:`Matrix`. SaccadeError where one but the last has no whole tiles."""
+        if any(part.outputs % TILE for part in parts[:-1]):
+            raise SaccadeError(f"{cls.format} in tiles joins multiples of {TILE} outputs")
+        outputs, bias = sum(part.outputs for part in parts), joined_bias(parts)
+        return cls(torch.cat([part.weight for part in parts]), outputs, parts[0].channels, bias)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """int16 [tiles, words]: of ``codes`` uint8 [tiles, parts, TILE, part], runs of 16 / bits parts in words."""
+    fields = codes.unflatten(1, (-1, WORD // bits)).int()
+    shifts = torch.arange(0, WORD, bits, device=codes.device)[:, None, None]
+    return (fields << shifts).sum(2, dtype=torch.int32).to(torch.int16).flatten(1)
+
+
+def _layout(kind: type[BlockMatrix], bits: int) -> Layout:
+    blank = kind.parts(torch.zeros(1, kind.block_bytes, dtype=torch.uint8))
+    runs = 1 if blank.factors is None else blank.factors.shape[1]
+    return Layout(
+        bits=8 if bits == 8 else 4,
+        more=max(0, bits - 4) if bits < 8 else 0,
+        part=min(32, kind.block // runs),
+        group=kind.block,
+        zero=kind.zero,
+        factors=blank.factors is not None,
+        signed=blank.factors is not None and blank.factors.dtype == torch.int8,
+        least=blank.least is not None,
+        minima=blank.minima is not None,
+    )
+
+
+_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
+_BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+FORMATS: dict[str, type[TileMatrix]] = {
+    name: type(
+        f"{name}Tiles",
+        (TileMatrix,),
+        {"format": name, "source": BLOCKS[name], "layout": _layout(BLOCKS[name], bits), "__module__": __name__},
+    )
+    for name, bits in _BITS.items()
+}
+
+
+def tiled(matrix: Matrix) -> Matrix:
+    """``matrix`` in tiles where it is in blocks, on a GPU whose kernels read them; or as it is."""
+    served = matrix.weight.is_cuda and triton.available() and str(matrix.format) in FORMATS
+    return TileMatrix.of_blocks(matrix) if served and isinstance(matrix, BlockMatrix) else matrix
