@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from saccade.ops import block_weights
+from saccade.ops import dequantised
 from saccade.ops.block_weights import FORMATS
 
 HALVES = {  # where a block's half-precision numbers stand
@@ -78,7 +78,7 @@ def test_products_by_pieces_are_those_of_the_values(kind, monkeypatch):
     values = torch.from_numpy(gguf.dequantize(stored, Kind[kind]))
     bias = torch.linspace(-1, 1, 23)
     held = FORMATS[kind](torch.from_numpy(stored), bias)
-    monkeypatch.setattr(block_weights, "PIECE", 5 * held.channels)
+    monkeypatch.setattr(dequantised, "PIECE", 5 * held.channels)
     x = torch.randn(3, held.channels, generator=torch.Generator().manual_seed(1))
     exact = x.double() @ values.double().T + bias.double()
     torch.testing.assert_close(held.product(x).double(), exact, rtol=1e-5, atol=1e-4)

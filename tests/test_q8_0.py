@@ -120,15 +120,15 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
 def test_products_of_few_rows_on_the_device(rows, dtype):
     x = draw(rows, 2 * 96, dtype=dtype)[:, ::2]
     held, values = matrix(45, 96, draw(45, seed=2, dtype=dtype), even=True)
-    made = TileMatrix.of_blocks(held).product(x)
+    made = TileMatrix.of_weights(held).product(x)
     exact = x.double() @ values.double().T + held.bias.double()
     torch.testing.assert_close(made.double(), exact, rtol=2e-3, atol=2e-6 if dtype == torch.float32 else 2e-3)
     wide = Q8_0(torch.cat([held.weight, held.weight], 1)[:, : held.weight.shape[1]], held.bias)  # rows lie apart
-    assert torch.equal(TileMatrix.of_blocks(wide).product(x), made)
+    assert torch.equal(TileMatrix.of_weights(wide).product(x), made)
 
 
 def test_products_of_many_rows_dequantise_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr("saccade.ops.block_weights.PIECE", 96 * 7)
+    monkeypatch.setattr("saccade.ops.dequantised.PIECE", 96 * 7)
     seen: list[int] = []
     real = Q8_0.values
     monkeypatch.setattr(Q8_0, "values", staticmethod(lambda blocks: (seen.append(len(blocks)), real(blocks))[1]))

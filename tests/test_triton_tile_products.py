@@ -10,22 +10,37 @@ from test_planes import blocks, draw
 
 from saccade.errors import SaccadeError
 from saccade.ops.block_weights import FORMATS as BLOCKS
-from saccade.ops.tile_weights import FORMATS, TILE, TileMatrix, tiled
+from saccade.ops.dequantised import DequantisedMatrix
+from saccade.ops.group_weights import FORMATS as GROUPS
+from saccade.ops.group_weights import packed_codes
+from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileMatrix, tiled
 from saccade.ops.triton import tile_products
 
 
-@pytest.mark.parametrize("wild", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+def stored(name: str, outputs: int, channels: int, wild: bool) -> DequantisedMatrix:
+    """All bytes at random but for the scales, which are such as models have, or of every size: ``wild``."""
+    if name in BLOCKS:
+        return blocks(name, outputs, channels, seed=3, wild=wild)
+    kind, rng = GROUPS[name], np.random.default_rng(3)
+    codes, zeros = (
+        torch.from_numpy(rng.integers(0, 1 << kind.bits, (outputs, count), dtype=np.uint8))
+        for count in (channels, channels // kind.group)
+    )
+    scales = draw(*zeros.shape, seed=5) * (2.0 ** rng.integers(-26, 8) if wild else 0.02)
+    return kind(packed_codes(codes, kind.bits), scales.to(FORMATS[name].layout.kind), zeros)
+
+
+@pytest.mark.parametrize(("name", "wild"), [*((name, False) for name in FORMATS), *((name, True) for name in _BITS)])
 def test_values_and_products_equal_the_dequantised_weights(name, wild):
     """More outputs than whole tiles have; channels that fill no whole span of most formats; rows that lie apart; scales
     as models have them, and of every size."""
-    channels = 768 if BLOCKS[name].block == 256 else 96
-    held = blocks(name, TILE + 35, channels, seed=3, wild=wild)
-    made = TileMatrix.of_blocks(held)
+    channels = {256: 768, 32: 96}.get(FORMATS[name].layout.group, 384)
+    held = stored(name, TILE + 35, channels, wild)
+    made = TileMatrix.of_weights(held)
     assert (made.outputs, made.channels, made.format) == (TILE + 35, channels, name)
     ids = torch.tensor([98, 0, 3, 63, 64, 3])
     assert torch.equal(made.rows(ids, torch.float32), held.rows(ids, torch.float32))
-    values = held._dequantised(held.weight)
+    values = held.dequantised(slice(None))
     assert torch.equal(tile_products.values(made, range(1, 99), torch.float32), values[1:])
     x = draw(3, 2 * channels, seed=4)[:, ::2]
     exact = x.double() @ values.double().T
@@ -40,24 +55,24 @@ def test_values_and_products_equal_the_dequantised_weights(name, wild):
 def test_halves_and_sums_that_programs_share():
     held = blocks("Q4_K", TILE, 1024, seed=3)
     bias, x = draw(TILE, seed=5).half(), draw(9, 1024, seed=4).half()
-    made = TileMatrix.of_blocks(type(held)(held.weight, bias))
+    made = TileMatrix.of_weights(type(held)(held.weight, bias))
     assert tile_products._splits(1, 8, 4) == 4
-    exact = x.double() @ held._dequantised(held.weight).double().T + bias.double()
+    exact = x.double() @ held.dequantised(slice(None)).double().T + bias.double()
     assert bool(((made.product(x) - exact).abs() <= 1e-3 * (1 + exact.abs())).all())
 
 
 def test_parts_of_whole_tiles_are_one_matrix():
-    whole = TileMatrix.of_blocks(type(held := blocks("Q6_K", 200, 512))(held.weight, draw(200)))
+    whole = TileMatrix.of_weights(type(held := blocks("Q6_K", 200, 512))(held.weight, draw(200)))
     parts, x = whole.split([64, 128, 8]), draw(2, 512)
     assert [part.outputs for part in parts] == [64, 128, 8]
     assert torch.equal(torch.cat([part.product(x) for part in parts], 1), whole.product(x))
-    joined = type(whole).join(parts)
+    joined = whole.join(parts)
     assert torch.equal(joined.weight, whole.weight)
     assert torch.equal(joined.bias, whole.bias)
     with pytest.raises(SaccadeError, match="multiples of 64 outputs"):
         whole.split([8, 192])
     with pytest.raises(SaccadeError, match="multiples of 64 outputs"):
-        type(whole).join(parts[::-1])
+        whole.join(parts[::-1])
 
 
 @pytest.mark.parametrize("magic", [0x4300, 0x6400])
@@ -116,6 +131,7 @@ def run(text: str, registers: dict[str, np.ndarray], magic: int) -> np.ndarray:
 
 
 def test_what_is_on_a_cpu_stays_in_blocks():
-    for name in BLOCKS:
-        held = blocks(name, 3, 512)
-        assert tiled(held) is held
+    for name in [*BLOCKS, *GROUPS]:
+        if name in FORMATS:
+            held = stored(name, 3, 512, False)
+            assert tiled(held) is held

@@ -83,12 +83,16 @@ def _models() -> dict[str, str]:
     from saccade.models.families import FAMILIES
     from saccade.models.gguf_header import PLAIN
     from saccade.models.gguf_names import FAMILIES as READ
+    from saccade.models.packed_config import READERS
     from saccade.ops.block_weights import FORMATS
 
     return {
         "families": ", ".join(FAMILIES),
         "GGUF files of": ", ".join(READ),
         "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
+        "folders in": "plain numbers, " + ", ".join(READERS),
+        "their products": "integers of AWQ, GPTQ and compressed-tensors have kernels on a CPU; on a GPU, and fp8 on a "
+        "CPU or by blocks, torch dequantises them",
     }
 
 

@@ -78,6 +78,11 @@ class TransformersModel:
                 f"transformers does not run the blocks of {checkpoint.gguf.path}; give a folder of safetensors to "
                 "compare"
             )
+        if checkpoint.packed is not None:
+            raise ModelError(
+                f"{checkpoint.path} is in {checkpoint.packed.names}, which transformers runs by other packages; give "
+                "the unquantised checkpoint to compare"
+            )
         folder = checkpoint.path
         with quiet_transformers():
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()

@@ -6,7 +6,9 @@ Everything here fails with a one-line ModelError that names the file and the way
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,9 @@ import torch
 from safetensors import safe_open
 
 from saccade.errors import ModelError, shown, whole_number
+from saccade.models.packed_config import READ, scheme_of
+from saccade.models.packed_format import Stored
+from saccade.models.packed_header import PackedHeader, packed_header
 
 if TYPE_CHECKING:
     from saccade.models.gguf_header import GgufHeader
@@ -23,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GGUF_LINK = "model.gguf"  # to the file whose weights run as they lie in it (gguf_folder)
 
-# Storage types that hold weights as plain numbers. Anything else (8-bit, 4-bit packed) is a quantised checkpoint.
+# Storage types that hold weights as plain numbers.
 _FLOAT_STORAGE = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,18 +40,19 @@ _FLOAT_STORAGE = {
 @dataclass(frozen=True)
 class Checkpoint:
     """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in,
-    ``shapes`` those of all stored tensors by name. ``gguf``: what the GGUF file that holds the weights in place of
-    safetensors files says of itself."""
+    ``shapes`` those of all weights by name. ``gguf``: what the GGUF file that holds the weights in place of
+    safetensors files says of itself. ``packed``: how those of a quantization_config are stored."""
 
     path: Path
     config: dict[str, Any]
     stored_dtype: torch.dtype
     shapes: dict[str, torch.Size]
     gguf: GgufHeader | None = None
+    packed: PackedHeader | None = None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Check the folder's files and read its config; raises ModelError for anything missing, broken or quantised."""
+    """Check the folder's files and read its config; raises ModelError for anything missing or broken."""
     folder = check_folder(path)
     config = read_config(folder)
     check_generation_config(folder)
@@ -61,7 +67,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             )
         header = read_header(file)
         return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header)
-    return Checkpoint(folder, config, *read_headers(weight_files(folder)))
+    scheme = scheme_of(config, f"{folder} ({config['model_type']})")
+    stored = read_headers(weight_files(folder))
+    if scheme is not None:
+        packed = packed_header(scheme, stored, str(folder))
+        plain = {name: one for name, one in stored.items() if name in packed.shapes and one.kind in _FLOAT_STORAGE}
+        return Checkpoint(folder, config, _most(plain), packed.shapes, packed=packed)
+    for name, one in stored.items():
+        if one.kind not in _FLOAT_STORAGE:
+            raise ModelError(
+                f"{folder}: {name} is stored as {one.kind}, but config.json has no quantization_config that says what "
+                f"that means; give a checkpoint with its own config.json, in {READ} or of plain numbers"
+            )
+    return Checkpoint(folder, config, _most(stored), {name: torch.Size(one.shape) for name, one in stored.items()})
 
 
 def check_folder(path: str | Path) -> Path:
@@ -153,33 +171,30 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}; there are no weights to load")
 
 
-def read_headers(files: list[Path]) -> tuple[torch.dtype, dict[str, torch.Size]]:
-    """The dtype most stored parameters have, and all shapes by name. ModelError for an unreadable file or one that
-    holds quantised storage."""
-    sizes: Counter[torch.dtype] = Counter()
-    shapes: dict[str, torch.Size] = {}
+def read_headers(files: list[Path]) -> dict[str, Stored]:
+    """Types and shapes of all tensors by name. ModelError for an unreadable file, or without any tensor."""
+    stored: dict[str, Stored] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     part = tensors.get_slice(name)
-                    kind = part.get_dtype()
-                    if kind not in _FLOAT_STORAGE:
-                        raise ModelError(
-                            f"{file}: {name} is stored as {kind}; quantised weights are not supported, give a "
-                            "float32, bfloat16 or float16 checkpoint"
-                        )
-                    shapes[name] = torch.Size(part.get_shape())
-                    sizes[_FLOAT_STORAGE[kind]] += shapes[name].numel()
-        except ModelError:
-            raise
+                    stored[name] = Stored(part.get_dtype(), tuple(part.get_shape()))
         except Exception as error:  # safetensors raises its own type, OSError or ValueError
             raise ModelError(
                 f"{file} cannot be read: {first_line(error)}; it is truncated or corrupt, download it again"
             ) from error
-    if not sizes:
+    if not stored:
         raise ModelError(f"{files[0].parent} holds no tensors")
-    return sizes.most_common(1)[0][0], shapes
+    return stored
+
+
+def _most(stored: Mapping[str, Stored]) -> torch.dtype:
+    """What most numbers are stored in."""
+    sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
+    for one in stored.values():
+        sizes[_FLOAT_STORAGE[one.kind]] += math.prod(one.shape)
+    return sizes.most_common(1)[0][0]
 
 
 def first_line(error: BaseException) -> str:

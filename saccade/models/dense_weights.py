@@ -32,13 +32,14 @@ class SafetensorsWeights:
         self._device, self._dtype, self._digests = device, dtype, digests
         self._arena = Arena(dtype)
 
-    def format(self, name: str) -> type[Matrix]:
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
-        return DenseMatrix
+        weight = self.tensor(f"{name}.weight", use)
+        return DenseMatrix(weight, self.tensor(f"{name}.bias", "vector") if bias else None)
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``llama_weights.WeightSource``. On a CPU a table stays in its file: only what is read takes memory."""
-        stored = self._files[name].get_tensor(name)
+        stored = self._read(name)
         tensor = stored.to(self._dtype)
         if self._digests is not None:
             self._digests[name] = tensor_digest(tensor)
@@ -51,6 +52,10 @@ class SafetensorsWeights:
         if placed is not stored:
             forget_file_pages(stored)
         return placed
+
+    def _read(self, name: str) -> Tensor:
+        """As it is stored: part of its file, mapped."""
+        return self._files[name].get_tensor(name)
 
 
 class Arena:

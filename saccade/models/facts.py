@@ -67,12 +67,15 @@ def facts_of(folder: Path) -> ModelFacts:
     family = FAMILIES[config.model_type]
     header = checkpoint.gguf
     formats: Counter[str] = Counter()
-    if header is None:
+    if header is not None or checkpoint.packed is not None:
+        refuse_absent_or_other(checkpoint, stored_as(model), bool(config.tie_word_embeddings))
+    if checkpoint.packed is not None:
+        formats.update(checkpoint.packed.nbytes)
+    elif header is None:
         stored = str(checkpoint.stored_dtype).removeprefix("torch.")
         numbers = sum(one.numel() for one in checkpoint.shapes.values())
         formats[stored] = numbers * checkpoint.stored_dtype.itemsize
     else:
-        refuse_absent_or_other(checkpoint, stored_as(model), bool(config.tie_word_embeddings))
         for tensor in header.tensors:
             formats[tensor.kind] += tensor.nbytes
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from saccade.models.gguf_header import GgufHeader, GgufTensor
 from saccade.models.gguf_names import ROTARY, name_of, undone
 from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
-from saccade.ops.block_weights import FORMATS, PIECE
+from saccade.ops.block_weights import FORMATS
+from saccade.ops.dequantised import PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
-from saccade.ops.planes import give_back
+from saccade.ops.planes import give_back, packed
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -107,9 +109,22 @@ class GgufWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def format(self, name: str) -> type[Matrix]:
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
-        return FORMATS.get(self._tensors[name].kind, DenseMatrix)
+        stored, kind = self.tensor(f"{name}.weight", use), self._kind(name)
+        return packed(kind(stored, self.tensor(f"{name}.bias", "vector") if bias else None))
+
+    def experts(self, name: str, count: int) -> list[Matrix]:
+        """Matrices of the same name of so many experts, stored one after another."""
+        biases: list[Tensor | None] = [None] * count
+        if f"{name}.bias" in self:
+            biases = list(self.tensor(f"{name}.bias", "vector").unbind())
+        rows = self.tensor(f"{name}.weight", "matrix")
+        parts = rows.reshape(count, -1, rows.shape[-1])
+        return [packed(self._kind(name)(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+
+    def _kind(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
+        return FORMATS.get(self._tensors[f"{name}.weight"].kind, DenseMatrix)
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``llama_weights.WeightSource``: uint8 [outputs, bytes] of blocks, or plain numbers. Vectors are plain."""

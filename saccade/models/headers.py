@@ -62,7 +62,10 @@ def refuse_other_shapes(checkpoint: Checkpoint, demanded: Mapping[str, torch.Siz
 def refuse_absent_or_other(checkpoint: Checkpoint, demanded: Mapping[str, torch.Size], tied: bool) -> None:
     """ModelError unless the stored tensors are those ``demanded``; a head that is ``tied`` may be missing."""
     names, stored = demanded.keys() - ({"lm_head.weight"} if tied else set()), checkpoint.shapes.keys()
-    refuse_absent(checkpoint, names - stored, stored - demanded.keys())
+    extra = stored - demanded.keys()
+    if checkpoint.packed is not None:  # AutoGPTQ stores a bias for each, zeros where a model has none
+        extra -= {f"{module}.bias" for module in checkpoint.packed.formats}
+    refuse_absent(checkpoint, names - stored, extra)
     refuse_other_shapes(checkpoint, demanded)
 
 

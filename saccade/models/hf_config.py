@@ -11,6 +11,7 @@ from saccade.errors import ModelError
 from saccade.models.checkpoint import Checkpoint, first_line
 from saccade.models.families import FAMILIES, Family
 from saccade.models.headers import refuse_more_layers
+from saccade.models.packed_config import KEYS
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
 
@@ -26,6 +27,8 @@ def checked_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "
             f"{first_line(error)}"
         ) from error
+    for key in KEYS:  # read by us, and no part of what the model computes
+        config.__dict__.pop(key, None)
     if config.model_type not in FAMILIES:
         raise ModelError(f"{checkpoint.path}: transformers reads this config as {config.model_type}, not supported")
     _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)

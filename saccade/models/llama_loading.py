@@ -31,10 +31,9 @@ def fp8_matrices(
         what = family.model_type if family.llama_shape is None else f"{family.model_type} with hidden_act"
         what += "" if family.llama_shape is None else f"={shown(config.hidden_act)}"
         raise ModelError(f"{where} is for models whose layers are Llama's ({shaped}), not {what}; leave it out")
-    if checkpoint.gguf is not None:
-        raise ModelError(
-            f"{where} is for weights of 16 or 32 bits; {checkpoint.gguf.path.name} has fewer: leave it out"
-        )
+    if checkpoint.gguf is not None or checkpoint.packed is not None:
+        named = checkpoint.path.name if checkpoint.gguf is None else checkpoint.gguf.path.name
+        raise ModelError(f"{where} is for weights of 16 or 32 bits; {named} has fewer: leave it out")
     reason = None if quantize == "fp8_reference" else fp8.why_not(device, dtype)
     if reason is not None:
         raise ModelError(
@@ -60,18 +59,19 @@ def load_llama(
     dtype: torch.dtype,
     convert: Callable[[Matrix], Matrix] | None,
     digests: dict[str, str] | None,
-    gguf: GgufWeights | None,
+    quantised: WeightSource | None,
 ) -> LlamaDecoder:
-    """Fill the matrices of ``model``, which holds none itself, by their names, from ``gguf`` or the folder's files."""
+    """Fill the matrices of ``model``, which holds none itself, by their names, from ``quantised`` or the folder's
+    files."""
     tied = bool(model.config.tie_word_embeddings)
     refuse_absent_or_other(checkpoint, {name: one.shape for name, one in model.state_dict().items()}, tied)
-    source: WeightSource = gguf or SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    source: WeightSource = quantised or SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
     try:
         weights = read_weights(model, source, join=device.type == "cuda", convert=convert)
     except (RuntimeError, OSError, SafetensorError) as error:  # no memory, a file that has gone
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
-    if gguf is not None:
-        gguf.let_go()
+    if isinstance(quantised, GgufWeights):
+        quantised.let_go()
     if digests is not None and tied:
         digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
     decoder = model.get_decoder()

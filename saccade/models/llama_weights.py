@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade.models.families import Family
+from saccade.ops.fp8_weights import ScaledFp8Matrix
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
 from saccade.ops.matrices import DenseMatrix, Matrix
-from saccade.ops.planes import packed
 
 # A layer's matrices by transformers' names, in the order in which a step reads them.
 MATRICES = {
@@ -37,8 +37,8 @@ class WeightSource(Protocol):
         """The tensor on the device that it runs on; in the dtype that it runs in, if it is of plain numbers."""
         ...
 
-    def format(self, name: str) -> type[Matrix]:
-        """What matrix the tensor is the weight of."""
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+        """The matrix that is stored under ``name``, with its ``bias`` if it has one, as it is multiplied."""
         ...
 
 
@@ -63,13 +63,17 @@ class LlamaWeights:
     @property
     def matrix_bytes(self) -> int:
         """What a decode step reads of the matrices."""
-        return self.head.nbytes + sum(matrix.nbytes for layer in self.layers for matrix in layer.matrices)
+        return sum(matrix.nbytes for matrix in self.read_each_step)
+
+    @property
+    def read_each_step(self) -> list[Matrix]:
+        """The matrices that a decode step multiplies by: all layers', and the head."""
+        return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
     @property
     def format(self) -> str | None:
         """Formats of the matrices that are no plain numbers; None where all are."""
-        own = {matrix.format for layer in self.layers for matrix in layer.matrices} | {self.head.format}
-        return "+".join(sorted(one for one in own if one is not None)) or None
+        return "+".join(sorted({one.format for one in self.read_each_step if one.format is not None})) or None
 
     def named(self) -> dict[str, Tensor]:
         """All tensors as they are stored, by transformers' names."""
@@ -109,7 +113,7 @@ def read_weights(
     of quantised weights gate and up. ``convert`` makes other
     matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
-    embedding = None if config.tie_word_embeddings else matrix_of(source, "model.embed_tokens", use="table")
+    embedding = None if config.tie_word_embeddings else source.matrix("model.embed_tokens", use="table")
     layers, scales, windows = [], [], []
     for index, module in enumerate(decoder.layers):
         layers.append(_layer(module, f"model.layers.{index}.", source, join, convert))
@@ -117,17 +121,10 @@ def read_weights(
         windows.append(_window(module.self_attn, config))
     norm = Norm(source.tensor("model.norm.weight", "vector"), decoder.norm.variance_epsilon)
     if embedding is None:
-        embedding = head = matrix_of(source, "model.embed_tokens")
+        embedding = head = source.matrix("model.embed_tokens")
     else:
-        head = matrix_of(source, "lm_head")
+        head = source.matrix("lm_head")
     return LlamaWeights(embedding, layers, norm, head, scales, windows)
-
-
-def matrix_of(source: WeightSource, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
-    """The matrix that is stored under ``name``, with its ``bias`` if it has one."""
-    weight = f"{name}.weight"
-    stored = source.tensor(weight, use)
-    return packed(source.format(weight).of(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
 
 
 def _window(attention: Any, config: Any) -> int | None:
@@ -143,7 +140,8 @@ def _layer(
     attention = module.self_attn
     made: dict[str, Matrix] = {}
     for name, part in MATRICES.items():
-        made[part] = matrix_of(source, start + name, bias=module.get_submodule(name).bias is not None)
+        made[part] = source.matrix(start + name, bias=module.get_submodule(name).bias is not None)
+    convert = convert or _for_rows_in_e4m3(list(made.values()))
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)
@@ -171,13 +169,25 @@ def _layer(
     )
 
 
-def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
-    """Matrices of ``made`` as one, of which theirs become parts; None where they are of several formats, or would begin
-    within outputs that lie together."""
-    parts = [made[name] for name in names]
-    if len({type(part) for part in parts}) > 1 or any(part.outputs % part.group for part in parts[:-1]):
+def _for_rows_in_e4m3(parts: list[Matrix]) -> Callable[[Matrix], Matrix] | None:
+    """What makes a layer's matrices such that multiply rows in e4m3; None unless all of them, in files of such, can be.
+    A layer's passes leave rows as all of its matrices take them."""
+    if not all(isinstance(part, ScaledFp8Matrix) and part.multiplied() is not None for part in parts):
         return None
-    whole = type(parts[0]).join(parts)
+
+    def convert(matrix: Matrix) -> Matrix:
+        made = matrix.multiplied() if isinstance(matrix, ScaledFp8Matrix) else None
+        return matrix if made is None else made
+
+    return convert
+
+
+def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
+    """Matrices of ``made`` as one, of which theirs become parts; None where they cannot be joined."""
+    parts = [made[name] for name in names]
+    if not all(parts[0].alike(part) for part in parts):
+        return None
+    whole = parts[0].join(parts)
     if convert is not None:
         whole = convert(whole)
     made.update(zip(names, whole.split([part.outputs for part in parts])))
@@ -197,6 +207,7 @@ class NamedTensors:
         """See :class:`WeightSource`."""
         return self._tensors[name].detach()
 
-    def format(self, name: str) -> type[Matrix]:
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See :class:`WeightSource`."""
-        return DenseMatrix
+        weight = self.tensor(f"{name}.weight", use)
+        return DenseMatrix(weight, self.tensor(f"{name}.bias", "vector") if bias else None)

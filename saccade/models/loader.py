@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError, shown
 from saccade.models import attention, matrix_modules
-from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
+from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint, weight_files
 from saccade.models.families import FAMILIES, Family
-from saccade.models.gguf_header import GgufHeader
 from saccade.models.gguf_weights import GgufWeights
 from saccade.models.headers import described_model, refuse_absent, refuse_absent_or_other
 from saccade.models.hf_config import checked_config, max_position
@@ -34,7 +33,8 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_loading import fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
-from saccade.models.matrix_modules import MatrixProduct
+from saccade.models.matrix_modules import MatrixProduct, QuantisedSource
+from saccade.models.packed_weights import PackedWeights, product_notes
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.runner import HFRunner
@@ -106,16 +106,16 @@ def load_model(
         convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, chosen)
         described = described_model(checkpoint, config, chosen)
         # Weights that leave the host, or their type, are digested while they are there; others when asked for.
-        gguf = None if checkpoint.gguf is None else _gguf_source(checkpoint.gguf, config, target, chosen)
-        leave = gguf is None and (target.type != "cpu" or quantize is not None)
+        source = _quantised_source(checkpoint, config, target, chosen)
+        leave = source is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
             model = described
             found: dict[str, str] | None = {} if leave else None
-            llama = load_llama(checkpoint, model, target, chosen, convert, found, gguf)
+            llama = load_llama(checkpoint, model, target, chosen, convert, found, source)
             digest = None if found is None else joined_digest(found)
-        elif gguf is not None:
+        elif source is not None:
             model, llama, digest = described, None, None
-            _fill_modules(checkpoint, model, gguf, target, chosen)
+            _fill_modules(checkpoint, model, source, target, chosen)
         else:
             model, llama = _load_modules(checkpoint, config, chosen), None
             digest = digest_weights(model.state_dict()) if leave else None
@@ -126,11 +126,12 @@ def load_model(
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)
+    notes += product_notes(matrix_modules.matrices(model) if llama is None else llama.weights.read_each_step)
     for note in notes:
         warnings.warn(note, stacklevel=2)
 
     def found_digest() -> str:
-        return digest_weights(runner.weights) if gguf is None else gguf.digest()
+        return digest_weights(runner.weights) if source is None else source.digest()
 
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
@@ -147,14 +148,21 @@ def load_model(
     )
 
 
-def _gguf_source(header: GgufHeader, config: Any, device: torch.device, dtype: torch.dtype) -> GgufWeights:
-    return GgufWeights(header, config.num_attention_heads, config.num_key_value_heads, device, dtype)
+def _quantised_source(
+    checkpoint: Checkpoint, config: Any, device: torch.device, dtype: torch.dtype
+) -> GgufWeights | PackedWeights | None:
+    """Of weights that are not plain numbers; None where all are."""
+    if checkpoint.gguf is not None:
+        return GgufWeights(checkpoint.gguf, config.num_attention_heads, config.num_key_value_heads, device, dtype)
+    if checkpoint.packed is not None:
+        return PackedWeights(weight_files(checkpoint.path), checkpoint.packed, device, dtype)
+    return None
 
 
 def _fill_modules(
-    checkpoint: Checkpoint, model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint, model: Any, source: QuantisedSource, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fill transformers' modules, which hold no weights themselves, from a GGUF file."""
+    """Fill transformers' modules, which hold no weights themselves, with quantised ones."""
     refuse_absent_or_other(checkpoint, matrix_modules.stored_as(model), model.config.tie_word_embeddings)
     try:
         matrix_modules.fill(model, source, device, dtype)
@@ -200,6 +208,11 @@ def run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.de
         return torch.float32, ["the checkpoint is float64; it runs in float32"]
     if dtype not in DTYPES.values():
         raise ModelError(f"dtype {dtype} is not supported; use one of {allowed}")
+    if dtype == torch.float16 and device.type == "cpu" and asked == "auto" and checkpoint.packed is not None:
+        return torch.bfloat16, [
+            "float16 does not run on a CPU: the quantised model runs in bfloat16, in which few rows of activations are "
+            "multiplied in 8 bits; pass dtype='float32' to multiply them as they are"
+        ]
     if dtype == torch.float16 and device.type == "cpu":
         return torch.float32, [
             "float16 does not run on a CPU: the model runs in float32, which is exact and takes twice the memory; "

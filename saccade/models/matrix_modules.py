@@ -5,15 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from saccade.models.gguf_weights import GgufWeights
-from saccade.models.llama_weights import matrix_of
+from saccade.models.llama_weights import WeightSource
 from saccade.ops.matrices import Matrix
-from saccade.ops.planes import packed
+
+
+class QuantisedSource(WeightSource, Protocol):
+    """A source that modules are filled from: ``models.gguf_weights`` or ``models.packed_weights``."""
+
+    def experts(self, name: str, count: int) -> list[Matrix]:
+        """Matrices of the same name of so many experts."""
+        ...
+
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's numbers, on the host."""
+        ...
+
+    def let_go(self) -> None:
+        """Give back the pages of the last tensor, once all are loaded."""
+        ...
 
 
 class MatrixProduct(nn.Module):
@@ -125,12 +139,12 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
-def fill(model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype) -> None:
+def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch.dtype) -> None:
     """Give ``model``, which was made on torch's "meta" device, the weights of ``source``."""
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.embed_tokens
     tied = bool(model.config.tie_word_embeddings)
-    table = matrix_of(source, "model.embed_tokens", use="matrix" if tied else "table")
+    table = source.matrix("model.embed_tokens", use="matrix" if tied else "table")
     for name, module in list(model.named_modules()):
         made: nn.Module | None = None
         if module is embedding:
@@ -138,7 +152,7 @@ def fill(model: Any, source: GgufWeights, device: torch.device, dtype: torch.dty
         elif module is head and tied:
             made = MatrixProduct(table)
         elif isinstance(module, nn.Linear):
-            made = MatrixProduct(matrix_of(source, name, bias=module.bias is not None))
+            made = MatrixProduct(source.matrix(name, bias=module.bias is not None))
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
             made = _experts(name, module, source)
         if made is not None:
@@ -156,15 +170,9 @@ def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
-def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
+def _experts(name: str, module: Any, source: QuantisedSource) -> MatrixExperts:
     def apart(part: str) -> list[Matrix]:
-        whole, count = f"{name}.{part}", module.num_experts
-        biases: list[Tensor | None] = [None] * count
-        if f"{whole}.bias" in source:
-            biases = list(source.tensor(f"{whole}.bias", "vector").unbind())
-        kind, rows = source.format(f"{whole}.weight"), source.tensor(f"{whole}.weight", "matrix")
-        parts = rows.reshape(count, -1, rows.shape[-1])
-        return [packed(kind.of(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+        return source.experts(f"{name}.{part}", module.num_experts)
 
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 

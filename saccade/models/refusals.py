@@ -51,10 +51,6 @@ def _says_recurrent(config: Config) -> bool:
 
 _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
-        lambda c: any(c.get(key) for key in ("quantization_config", "compression_config", "quantization")),
-        "quantised weights (quantization_config); give a float32, bfloat16 or float16 checkpoint",
-    ),
-    (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
         "a multimodal or nested config (vision, audio or text_config); give a text-only causal language model",
     ),

@@ -60,9 +60,9 @@ class SummedMatrix(DenseMatrix):
         """See :class:`Matrix`."""
         return self._add(super().product(x))
 
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> SummedMatrix:
         """See :class:`Matrix`."""
-        return [SummedMatrix(part.weight, part.bias, self._add) for part in super().split(widths)]
+        return SummedMatrix(stored[0], bias, self._add)
 
     def native(self, dtype: torch.dtype) -> None:
         """None: the C++ kernels add nothing up over ranks."""

@@ -15,9 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.matrices import DenseMatrix, Matrix
-
-PIECE = 1 << 22  # weights that are dequantised at once for a product of many rows
+from saccade.ops.dequantised import DequantisedMatrix
 
 
 class BlockParts(NamedTuple):
@@ -31,7 +29,7 @@ class BlockParts(NamedTuple):
     minima: Tensor | None = None  # uint8 [n, groups]; None: 1
 
 
-class BlockMatrix(Matrix):
+class BlockMatrix(DequantisedMatrix):
     """``weight`` uint8 [outputs, bytes]: every row a whole number of blocks. ``bias`` in the activations' dtype."""
 
     block: ClassVar[int]  # weights
@@ -42,10 +40,9 @@ class BlockMatrix(Matrix):
         self.weight, self.bias = weight, bias
         self.channels = weight.shape[1] // self.block_bytes * self.block
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> BlockMatrix:
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> BlockMatrix:
         """See :class:`Matrix`."""
-        return cls(weight, bias)
+        return type(self)(stored[0], bias)
 
     @staticmethod
     def parts(blocks: Tensor) -> BlockParts:
@@ -64,26 +61,9 @@ class BlockMatrix(Matrix):
         off = least.float() if minima is None else least.float() * minima.float()
         return made - off.repeat_interleave(made.shape[1] // off.shape[1], 1)
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :class:`Matrix`."""
-        return self._dequantised(self.weight[ids]).to(dtype)
-
-    def product(self, x: Tensor) -> Tensor:
-        """See :class:`Matrix`."""
-        step = max(1, PIECE // self.channels)
-        out = x.new_empty(x.shape[0], self.outputs)
-        for first in range(0, self.outputs, step):
-            part = slice(first, first + step)
-            bias = None if self.bias is None else self.bias[part]
-            out[:, part] = DenseMatrix(self._dequantised(self.weight[part]).to(x.dtype), bias).product(x)
-        return out
-
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`."""
-        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
-        return [self.of(*part) for part in zip(self.weight.split(list(widths)), biases)]
-
-    def _dequantised(self, rows: Tensor) -> Tensor:
+    def dequantised(self, which: Tensor | slice) -> Tensor:
+        """See :class:`DequantisedMatrix`."""
+        rows = self.weight[which]
         return self.values(rows.reshape(-1, self.block_bytes)).view(rows.shape[0], self.channels)
 
 

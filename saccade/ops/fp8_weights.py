@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.ops.fp8 import QuantizedRows, quantize
+from saccade.ops.dequantised import DequantisedMatrix
+from saccade.ops.fp8 import E4M3, MULTIPLE, QuantizedRows, quantize, why_not
 from saccade.ops.matrices import Matrix, RowPasses
 
 
@@ -32,9 +33,14 @@ class Fp8Matrix(Matrix):
         return cls(rows.values, rows.scale.t().contiguous(), bias, weight.dtype, reference)
 
     @property
-    def nbytes(self) -> int:
+    def stored(self) -> tuple[Tensor, ...]:
         """See :class:`Matrix`."""
-        return super().nbytes + self.scale.nbytes
+        return self.weight, self.scale.t()
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> Fp8Matrix:
+        """See :class:`Matrix`."""
+        weight, scale = stored
+        return Fp8Matrix(weight, scale.t(), bias, self.dtype, self.reference)
 
     def dequantized(self) -> Tensor:
         """float32 [outputs, channels]."""
@@ -61,13 +67,6 @@ class Fp8Matrix(Matrix):
             use_fast_accum=True,
         )
 
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`."""
-        sizes = list(widths)
-        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-        parts = zip(self.weight.split(sizes), self.scale.split(sizes, 1), biases)
-        return [Fp8Matrix(*part, self.dtype, self.reference) for part in parts]
-
     def passes(self, plain: RowPasses) -> RowPasses:
         """See :class:`Matrix`. They leave rows quantized."""
         if self.reference:
@@ -75,6 +74,45 @@ class Fp8Matrix(Matrix):
         from saccade.ops.triton import fp8  # needs Triton
 
         return fp8
+
+
+class ScaledFp8Matrix(DequantisedMatrix):
+    """``weight`` e4m3 [outputs, channels] times ``scales`` float32 [outputs, runs], one for ``width`` channels each, as
+    checkpoints have them. Rows are multiplied as they are, in ``dtype``."""
+
+    format = "F8_E4M3"
+
+    def __init__(self, weight: Tensor, scales: Tensor, width: int, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight, self.scales, self.width, self.bias, self.dtype = weight, scales, width, bias, dtype
+        self.channels = weight.shape[1]
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """See :class:`Matrix`: bytes, which all of torch's functions take."""
+        return self.weight.view(torch.uint8), self.scales
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> ScaledFp8Matrix:
+        """See :class:`Matrix`."""
+        weight, scales = stored
+        return ScaledFp8Matrix(weight.view(E4M3), scales, self.width, bias, self.dtype)
+
+    def alike(self, other: Matrix) -> bool:
+        """See :class:`Matrix`."""
+        return isinstance(other, ScaledFp8Matrix) and self.width == other.width
+
+    def dequantised(self, which: Tensor | slice) -> Tensor:
+        """See :class:`DequantisedMatrix`."""
+        weight, scales = self.weight.view(torch.uint8)[which].view(E4M3).float(), self.scales[which]
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.width, 1)[:, : self.channels]
+        return weight * scales
+
+    def multiplied(self) -> Fp8Matrix | None:
+        """The same weights for products with rows in e4m3, too; None where those do not run."""
+        odd = self.outputs % MULTIPLE or self.channels % MULTIPLE or self.scales.shape[1] > 1
+        if odd or why_not(self.weight.device, self.dtype) is not None:
+            return None
+        return Fp8Matrix(self.weight, self.scales.t(), self.bias, self.dtype)
 
 
 class ReferencePasses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Matrix(ABC):
     weight: Tensor  # as it is stored, outputs first
     bias: Tensor | None
     channels: int
-    group: ClassVar[int] = 1  # outputs that lie together: a part of a matrix begins at a multiple of these
 
     @property
     def outputs(self) -> int:
@@ -46,7 +45,16 @@ class Matrix(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes that one product reads of the matrix."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(one.nbytes for one in self.stored) + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """What the matrix is made of, but for its bias: tensors with outputs first."""
+        return (self.weight,)
+
+    @abstractmethod
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> Matrix:
+        """A matrix of this kind that is made of other :attr:`stored` tensors."""
 
     @abstractmethod
     def product(self, x: Any) -> Tensor:
@@ -57,9 +65,12 @@ class Matrix(ABC):
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows ``ids`` int64 [n] of the weight, in ``dtype`` [n, channels]: an embedding's."""
 
-    @abstractmethod
     def split(self, widths: Sequence[int]) -> list[Matrix]:
         """Parts of so many outputs each, which share the memory of this one."""
+        sizes = list(widths)
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        parts = zip(*(one.split(sizes) for one in self.stored))
+        return [self.like(part, bias) for part, bias in zip(parts, biases)]
 
     def native(self, dtype: torch.dtype) -> Any | None:
         """The matrix as the C++ kernels take it; None where they do not multiply activations of ``dtype`` by it. It
@@ -70,15 +81,14 @@ class Matrix(ABC):
         """The passes whose rows :meth:`product` takes: ``plain``, unless it takes other rows than plain ones."""
         return plain
 
-    @classmethod
-    def join(cls, parts: Sequence[Matrix]) -> Matrix:
-        """Matrices of this class and of the same channels as one, their outputs one after another."""
-        return cls.of(torch.cat([part.weight for part in parts]), joined_bias(parts))
+    def alike(self, other: Matrix) -> bool:
+        """Whether :meth:`join` takes both."""
+        return type(self) is type(other)
 
-    @classmethod
-    @abstractmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """Of a stored weight."""
+    @staticmethod
+    def join(parts: Sequence[Matrix]) -> Matrix:
+        """Matrices that are :meth:`alike`, of the same channels, as one, their outputs one after another."""
+        return parts[0].like([torch.cat(same) for same in zip(*(part.stored for part in parts))], joined_bias(parts))
 
 
 def joined_bias(parts: Sequence[Matrix]) -> Tensor | None:
@@ -96,10 +106,9 @@ class DenseMatrix(Matrix):
         self.weight, self.bias = weight, bias
         self.channels = weight.shape[1]
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> DenseMatrix:
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> DenseMatrix:
         """See :class:`Matrix`."""
-        return DenseMatrix(weight, bias)
+        return DenseMatrix(stored[0], bias)
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`.
@@ -115,11 +124,6 @@ class DenseMatrix(Matrix):
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`Matrix`."""
         return self.weight[ids].to(dtype)
-
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`."""
-        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
-        return [DenseMatrix(*part) for part in zip(self.weight.split(list(widths)), biases)]
 
     def native(self, dtype: torch.dtype) -> Any | None:
         """See :class:`Matrix`."""

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu
-from saccade.ops.block_weights import PIECE, BlockMatrix
+from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.dequantised import PIECE
+from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
 from saccade.ops.tile_weights import tiled
 
@@ -31,7 +33,6 @@ class PlaneMatrix(Matrix):
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
-    group = GROUP
 
     def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self._outputs = weight, bias, outputs
@@ -42,10 +43,9 @@ class PlaneMatrix(Matrix):
         """See :class:`Matrix`."""
         return self._outputs
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> PlaneMatrix:
         """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
-        return cls(weight, GROUP * weight.shape[0] if bias is None else bias.numel(), bias)
+        return type(self)(stored[0], GROUP * stored[0].shape[0] if bias is None else bias.numel(), bias)
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
@@ -139,13 +139,13 @@ class PlaneMatrix(Matrix):
         parts = self.weight.split([-(-width // GROUP) for width in widths])
         return [type(self)(part, width, bias) for part, width, bias in zip(parts, widths, biases)]
 
-    @classmethod
-    def join(cls, parts: Sequence[Matrix]) -> Matrix:
+    @staticmethod
+    def join(parts: Sequence[Matrix]) -> Matrix:
         """See :class:`Matrix`. SaccadeError where one but the last has no whole groups of 16."""
         if any(part.outputs % GROUP for part in parts[:-1]):
-            raise SaccadeError(f"{cls.format} in planes joins multiples of {GROUP} outputs")
-        joined = super().join(parts)
-        return cls(joined.weight, sum(part.outputs for part in parts), joined.bias)
+            raise SaccadeError(f"{parts[0].format} in planes joins multiples of {GROUP} outputs")
+        joined, kind = Matrix.join(parts), FORMATS[str(parts[0].format)]
+        return kind(joined.weight, sum(part.outputs for part in parts), joined.bias)
 
     def native(self, dtype: torch.dtype) -> Any | None:
         """See :class:`Matrix`."""
@@ -169,9 +169,16 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
 
 
 def packed(matrix: Matrix) -> Matrix:
-    """``matrix`` in planes where it is in blocks, on a CPU whose kernels read them; in tiles on a GPU; or as it is."""
-    if isinstance(matrix, BlockMatrix) and matrix.weight.device.type == "cpu" and cpu.available():
-        return PlaneMatrix.of_blocks(matrix)
+    """``matrix``, in blocks or by groups, as the kernels of its device read it: in planes on a CPU, in tiles on a GPU.
+    Others as they are."""
+    if isinstance(matrix, PermutedMatrix):
+        return PermutedMatrix(packed(matrix.inner), matrix.order)
+    if matrix.weight.device.type == "cpu" and cpu.available():
+        if isinstance(matrix, BlockMatrix):
+            return PlaneMatrix.of_blocks(matrix)
+        if isinstance(matrix, GroupMatrix) and matrix.format in FORMATS:
+            scales, zeros = matrix.scales.contiguous(), matrix.zeros.contiguous()
+            return FORMATS[matrix.format].of_codes(matrix.codes().contiguous(), scales, zeros, matrix.bias)
     return tiled(matrix)
 
 

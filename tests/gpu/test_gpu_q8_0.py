@@ -42,7 +42,7 @@ def test_products(rows, outputs, channels, biased):
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_and_products_of_every_format(name, rows):
     held = blocks(name, 203, 1024, seed=3)
-    stored = held._dequantised(held.weight).cuda()
+    stored = held.dequantised(slice(None)).cuda()
     held = tiled(type(held)(held.weight.cuda()))
     assert torch.equal(held.rows(torch.arange(203).cuda(), torch.float32), stored)
     values = stored.double()

@@ -69,11 +69,11 @@ def values(matrix: TileMatrix, outputs: Tensor | range, dtype: torch.dtype) -> T
 
 def _views(matrix: TileMatrix) -> Sequence[Tensor]:
     """The tiles as words, halves and bytes."""
-    return matrix.weight.view(torch.int16), matrix.weight.view(torch.float16), matrix.weight
+    return matrix.weight.view(torch.int16), matrix.weight.view(matrix.layout.kind), matrix.weight
 
 
 def _constants(layout: Layout) -> dict[str, Any]:
-    names = ("bits", "more", "part", "group", "zero", "factors", "signed", "least", "minima", "span")
+    names = ("bits", "more", "part", "group", "zero", "factors", "signed", "least", "minima", "zeros", "span")
     return {name.upper(): getattr(layout, name) for name in names}
 
 
@@ -157,32 +157,37 @@ def _assembled(
 @triton.jit
 def _sections(
     spans, TILE: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr,
-    LEAST: tl.constexpr, FACTORS: tl.constexpr, SPAN: tl.constexpr,
+    LEAST: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Bytes of a tile at which further bits, scales, what is taken off, factors of either begin."""
+    """Bytes of a tile at which further bits, scales, what is taken off, factors of either, and codes of 0 begin."""
     more = spans * (SPAN * TILE * BITS // 8)
     scales = more + spans * (SPAN * TILE * MORE // 8)
     size = tl.cdiv(spans * SPAN, GROUP) * (2 * TILE)
     factors = scales + size * (2 if LEAST else 1)
-    return more, scales, scales + size, factors, factors + (spans * (SPAN // PART * TILE) if FACTORS else 0)
+    bytes_each = spans * (SPAN // PART * TILE)
+    minima = factors + (bytes_each if FACTORS else 0)
+    return more, scales, scales + size, factors, minima, minima + (bytes_each if MINIMA else 0)
 
 
 @triton.jit
-def _halves(halves, at, span, NUMBER: tl.constexpr, own, TILE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr,
-            SPAN: tl.constexpr):  # fmt: skip
-    """float32 [outputs]: the 16-bit numbers, from byte ``at`` of a tile on, of part NUMBER of a span."""
+def _group(span, NUMBER: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr):
+    """Number of the channels that have a 16-bit scale in common, with part NUMBER of a span."""
     if GROUP % SPAN == 0:
-        group = span // (GROUP // SPAN)
+        return span // (GROUP // SPAN)
     else:
-        group = span * (SPAN // GROUP) + NUMBER * PART // GROUP
-    return tl.load(halves + at // 2 + group * TILE + own).to(tl.float32)
+        return span * (SPAN // GROUP) + NUMBER * PART // GROUP
 
 
 @triton.jit
-def _bytes(stored, at, span, NUMBER: tl.constexpr, own, SIGNED: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
-           SPAN: tl.constexpr):  # fmt: skip
-    """The same of bytes, a part each."""
-    found = tl.load(stored + at + (span * (SPAN // PART) + NUMBER) * TILE + own)
+def _number(at, which, own, TILE: tl.constexpr):
+    """float32 [outputs]: numbers of the group or part ``which``."""
+    return tl.load(at + which * TILE + own).to(tl.float32)
+
+
+@triton.jit
+def _signed(at, which, own, SIGNED: tl.constexpr, TILE: tl.constexpr):
+    """The same of bytes, perhaps signed ones."""
+    found = tl.load(at + which * TILE + own)
     return (found.to(tl.int8, bitcast=True) if SIGNED else found).to(tl.float32)
 
 
@@ -217,7 +222,7 @@ def _product(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, MAGIC: tl.constexpr, FULL: tl.constexpr,
     TILE: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr,
     PART: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, FACTORS: tl.constexpr, SIGNED: tl.constexpr,
-    LEAST: tl.constexpr, MINIMA: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     start = split * tl.cdiv(spans, SPLITS)
@@ -227,7 +232,9 @@ def _product(
     if EARLY:  # nothing on the way writes weights
         _ask_for(stored + at + tl.minimum(start, spans - 1) * size + tl.arange(0, size // LINE) * LINE)
     begin(EARLY)
-    more, scales, least, factors, minima = _sections(spans, TILE, BITS, MORE, PART, GROUP, LEAST, FACTORS, SPAN)
+    more, scales, least, factors, minima, zeros = _sections(
+        spans, TILE, BITS, MORE, PART, GROUP, LEAST, FACTORS, MINIMA, SPAN
+    )
     words, halves, stored = words + at // 2, halves + at // 2, stored + at
     row, own = tl.arange(0, ROWS)[None, :], tl.arange(0, TILE)
     place = own[:, None] * PART + tl.arange(0, PART)[None, :]
@@ -243,21 +250,22 @@ def _product(
             word = tl.load(words + span * (size // 2) + number * (TILE * PART) + place, eviction_policy="evict_first")
             for field in tl.static_range(16 // BITS):
                 if (number * (16 // BITS) + field) * PART % GROUP == 0 or (number == 0 and field == 0):
-                    whole = _halves(halves, scales, span, number * (16 // BITS) + field, own, TILE, PART, GROUP, SPAN)
+                    group = _group(span, number * (16 // BITS) + field, PART, GROUP, SPAN)
+                    whole = _number(halves + scales // 2, group, own, TILE)
                     if LEAST:
-                        less = _halves(halves, least, span, number * (16 // BITS) + field, own, TILE, PART, GROUP, SPAN)
+                        less = _number(halves + least // 2, group, own, TILE)
+                    if ZEROS:
+                        less = whole * (_number(stored + zeros, group, own, TILE) - ZERO)
+                part = span * (SPAN // PART) + number * (16 // BITS) + field
                 scale, off = whole, less
                 if FACTORS:
-                    scale = whole * _bytes(
-                        stored, factors, span, number * (16 // BITS) + field, own, SIGNED, TILE, PART, SPAN
-                    )  # fmt: skip
+                    scale = whole * _signed(stored + factors, part, own, SIGNED, TILE)
                 if MINIMA:
-                    off = less * _bytes(
-                        stored, minima, span, number * (16 // BITS) + field, own, False, TILE, PART, SPAN
-                    )  # fmt: skip
+                    off = less * _number(stored + minima, part, own, TILE)
                 total = _add_part(
                     total, ones, x, x_row, row < rows, channels, word, further, scale, off, span,
-                    number * (16 // BITS) + field, field, BITS, MORE, PART, ZERO, LEAST, SPAN, MAGIC, FULL, ROWS,
+                    number * (16 // BITS) + field, field, BITS, MORE, PART, ZERO, LEAST or ZEROS, SPAN, MAGIC,
+                    FULL, ROWS,
                 )  # fmt: skip
     output = tile * TILE + own
     real = (row < rows) & (output < outputs)[:, None]
@@ -283,7 +291,7 @@ def _values(
     words, halves, stored, ids, out, count, first, channels, spans, tile_bytes, LISTED: tl.constexpr,
     TILE: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, FACTORS: tl.constexpr, SIGNED: tl.constexpr, LEAST: tl.constexpr, MINIMA: tl.constexpr,
-    SPAN: tl.constexpr,
+    ZEROS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     number, span = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     output = number.to(tl.int64) + first
@@ -291,7 +299,9 @@ def _values(
         output = tl.load(ids + number, mask=number < count, other=0)
     output = tl.where(number < count, output, first)
     at, own = output // TILE * tile_bytes, (output % TILE).to(tl.int32)
-    more, scales, least, factors, minima = _sections(spans, TILE, BITS, MORE, PART, GROUP, LEAST, FACTORS, SPAN)
+    more, scales, least, factors, minima, zeros = _sections(
+        spans, TILE, BITS, MORE, PART, GROUP, LEAST, FACTORS, MINIMA, SPAN
+    )
     lane = tl.arange(0, PART)
     words = words + (at // 2 + own * PART)[:, None] + lane[None, :]
     halves, stored = halves + at // 2, stored + at
@@ -300,14 +310,17 @@ def _values(
     for part in tl.static_range(SPAN // PART):
         word = tl.load(words + span * (SPAN * TILE * BITS // 16) + part // (16 // BITS) * (TILE * PART))
         code = _integers(word, further, part % (16 // BITS) * BITS, part * MORE, BITS, MORE, ZERO)
-        scale = _halves(halves, scales, span, part, own, TILE, PART, GROUP, SPAN)
+        group, run = _group(span, part, PART, GROUP, SPAN), span * (SPAN // PART) + part
+        scale = _number(halves + scales // 2, group, own, TILE)
+        if ZEROS:
+            code += ZERO - tl.load(stored + zeros + group * TILE + own).to(tl.int32)[:, None]
         if FACTORS:
-            scale *= _bytes(stored, factors, span, part, own, SIGNED, TILE, PART, SPAN)
+            scale *= _signed(stored + factors, run, own, SIGNED, TILE)
         value = code.to(tl.float32) * scale[:, None]
         if LEAST:
-            less = _halves(halves, least, span, part, own, TILE, PART, GROUP, SPAN)
+            less = _number(halves + least // 2, group, own, TILE)
             if MINIMA:
-                less *= _bytes(stored, minima, span, part, own, False, TILE, PART, SPAN)
+                less *= _number(stored + minima, run, own, TILE)
             value -= less[:, None]
         channel = span * SPAN + part * PART + lane[None, :]
         seen = (number < count)[:, None] & (channel < channels)

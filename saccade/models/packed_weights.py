@@ -1,0 +1,103 @@
+"""Quantised weights of safetensors files: matrices are made of the several tensors that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.errors import ModelError, SaccadeError
+from saccade.machine import forget_file_pages
+from saccade.models.dense_weights import SafetensorsWeights
+from saccade.models.identity import joined_digest, tensor_digest
+from saccade.models.llama_weights import Use
+from saccade.models.packed_header import PackedHeader, renamed
+from saccade.ops.fp8_weights import ScaledFp8Matrix
+from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
+from saccade.ops.matrices import Matrix
+from saccade.ops.planes import packed
+
+
+def product_notes(matrices: Iterable[Matrix]) -> list[str]:
+    """What of the formats of ``matrices``, which a step multiplies by, has no kernel, as sentences."""
+    parts, notes = list(matrices), []
+    if slow := {str(one.format) for one in parts if isinstance(one, (GroupMatrix, ScaledFp8Matrix))}:
+        notes.append(
+            f"no kernel here multiplies weights in {', '.join(sorted(slow))}: torch dequantises a piece of a matrix at "
+            "a time, for each product"
+        )
+    if any(isinstance(one, PermutedMatrix) for one in parts):
+        notes.append(
+            "channels of weights are in an order of their own (desc_act): they are sorted for each product, and layers "
+            "do not run in one call"
+        )
+    return notes
+
+
+class PackedWeights(SafetensorsWeights):
+    """As :class:`SafetensorsWeights`, with the matrices of ``header`` in their formats."""
+
+    def __init__(self, files: list[Path], header: PackedHeader, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(files, device, dtype)
+        self._header, self._folder = header, files[0].parent
+        self._files = {renamed(name): file for name, file in self._files.items()}
+
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+        """See ``llama_weights.WeightSource``. ModelError for a matrix whose numbers cannot be."""
+        if name not in self._header.formats:
+            return super().matrix(name, bias, use)
+        made = packed(self._made(name, bias))
+        if isinstance(made, (GroupMatrix, ScaledFp8Matrix)) and self._device.type == "cpu":
+            made = made.like([one.clone() for one in made.stored], made.bias)  # by which no file stays mapped
+        for part in self._header.parts[name]:
+            forget_file_pages(self._read(f"{name}.{part}"))
+        return made
+
+    def _made(self, name: str, bias: bool | None) -> Matrix:
+        """Without a bias where that is None."""
+        read = self._header.formats[name]
+        stored = {part: self._read(f"{name}.{part}") for part in self._header.parts[name]}
+        held = {part: one.to(self._device) for part, one in stored.items()}
+        try:
+            made = read.matrix(held, None if bias is None else self._bias(name, bias), self._dtype)
+        except SaccadeError as error:
+            raise ModelError(f"{self._folder}: {name}: {error}") from error
+        return made
+
+    def experts(self, name: str, count: int) -> list[Matrix]:
+        """See ``matrix_modules.QuantisedSource``."""
+        if name in self._header.experts:
+            return [self.matrix(one) for one in self._header.experts[name]]
+        start, _, part = name.rpartition(".")
+        whole = f"{start}.{'down' if part == 'down' else 'gate_up'}_proj"  # of all experts, gate and up in turns
+        turn = slice(None) if part == "down" else slice(part == "up", None, 2)
+        stacked, bias = self._made(whole, None), self.tensor(f"{whole}.bias", "vector")
+        rows = stacked.weight.view(count, -1, stacked.weight.shape[1])[:, turn]
+        parts = zip(rows.unbind(), bias[:, turn].unbind())
+        return [packed(stacked.like([weight.contiguous()], bias.contiguous())) for weight, bias in parts]
+
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See ``matrix_modules.QuantisedSource``."""
+        return self._read(name).to(dtype or self._dtype, copy=True)
+
+    def let_go(self) -> None:
+        """See ``matrix_modules.QuantisedSource``: pages go as matrices are made."""
+
+    def _read(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(self._header.stored_names.get(name, name))
+
+    def _bias(self, name: str, wanted: bool) -> Tensor | None:
+        """AutoGPTQ stored zeros where a model has none."""
+        if wanted:
+            return self.tensor(f"{name}.bias", "vector")
+        if f"{name}.bias" in self._files and bool(self._read(f"{name}.bias").any()):
+            raise SaccadeError("has a bias, which the model that config.json describes has not")
+        return None
+
+    def digest(self) -> str:
+        """Of the contents of all tensors as they are stored, and what they mean; reads the files."""
+        digests = {name: tensor_digest(self._read(name)) for name in self._files}
+        meanings = {f"{name} is": one.meaning for name, one in self._header.formats.items()}
+        return joined_digest({**digests, **meanings})
