@@ -125,12 +125,14 @@ class Worker:
                 for pack in packs:
                     packed = step.part(pack)
                     try:
-                        backend.plan(packed, self.memories, result, times, ahead).run()
+                        for _ in backend.plan(packed, self.memories, result, times, ahead).steps():
+                            pass
                     except StepFailedError as error:
                         self._note_failed(packed, result, error)
                         part = sorted([*part, *pack])
                     except Exception as error:
                         self._broke(packed, result, error)
+        self.host.done()
         for one in whole.scheduled:
             if result.requests[one.request_id].is_good:
                 self.memories[one.sequence_id].end_step()
