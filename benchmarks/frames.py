@@ -1,6 +1,6 @@
 """How deep a kernel lies below ``Engine.step``: the package's own frames on the way, for every policy.
 
-    python benchmarks/frames.py [--tokens 88,2000] [--policies "dense;lfps"] [--chains]
+    python benchmarks/frames.py [--tokens 88,2000] [--answer 24] [--policies "dense;lfps"] [--chains]
 
 A kernel is a function of ``saccade._kernels`` or a torch operation that reads or writes numbers (views, and tensors
 made without any, are none). Frames are those of files of this package, ``Engine.step`` the first. Each policy of the
@@ -33,7 +33,6 @@ from saccade import LLM
 from saccade.engine.core import Engine
 from saccade.engine.step import StepInput
 
-TOKENS = 24
 NO_WORK = ("empty", "detach", "alias", "lift_fresh", "new_empty", "set_", "_local_scalar_dense", "resize_")
 
 
@@ -105,15 +104,16 @@ def watch() -> Frames:
     return frames
 
 
-def deepest(frames: Frames, llm: LLM, policy: str, tokens: int) -> tuple[Deepest, Deepest]:
-    """The deepest of prefill and of decode of a request of ``tokens``, the second under its policy."""
+def deepest(frames: Frames, llm: LLM, policy: str, tokens: int, answer: int) -> tuple[Deepest, Deepest]:
+    """The deepest of prefill and of decode of a request of ``tokens`` with an ``answer`` of so many, the second under
+    its policy."""
     for seed in (0, 1):
         frames.steps.clear()
-        (output,) = llm.generate([random_ids(tokens, seed=seed)], params(TOKENS), policy=policy)
+        (output,) = llm.generate([random_ids(tokens, seed=seed)], params(answer), policy=policy)
         if output.error is not None:
             raise SystemExit(f"{policy}: {output.error}")
     return of(step for step in frames.steps if not step.decodes), of(
-        [step for step in frames.steps if step.decodes][2:]
+        [step for step in frames.steps if step.decodes][2:-1]
     )
 
 
@@ -124,6 +124,7 @@ def of(steps: Iterable[Deepest]) -> Deepest:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="88,2000", help="of the prompts")
+    parser.add_argument("--answer", type=int, default=24, help="tokens of the answers")
     parser.add_argument("--policies", help="separated by semicolons; else all")
     parser.add_argument("--chains", action="store_true", help="print the ways")
     options = parser.parse_args()
@@ -140,7 +141,7 @@ def main() -> None:
             f"{'policy':32}", *(f"{f'{phase} {length}':>13}" for length in lengths for phase in ("prefill", "decode"))
         )
         for policy in options.policies.split(";") if options.policies else every_policy():
-            found = [one for length in lengths for one in deepest(frames, llm, policy, length)]
+            found = [one for length in lengths for one in deepest(frames, llm, policy, length, options.answer)]
             print(f"{policy:32}", *(f"{len(one.chain):13}" for one in found), flush=True)
             if options.chains:
                 for one in found:

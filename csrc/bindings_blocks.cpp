@@ -27,6 +27,8 @@ void check_labels(const LabelScores& c) {
     if (!c.scores && !c.weights && !c.best) throw std::invalid_argument("scores, weights or best must be an address");
     if (c.weights && (c.block < 8 || c.block > 1024 || (c.block & (c.block - 1))))
         throw std::invalid_argument("block=" + std::to_string(c.block) + " must be a power of two from 8 to 1024");
+    if (c.weights && (c.first >= c.last || c.last * c.block > c.length))
+        throw std::invalid_argument("the blocks from first to last must rise and lie within length");
     if (c.best && (c.first > c.last || c.last > c.length || c.count > c.last - c.first))
         throw std::invalid_argument("count must lie within the keys from first to last, and these within length");
 }
@@ -82,7 +84,8 @@ void bind_blocks(nb::module_& m, KernelSetClass& set) {
         m, "EstimateRanking",
         {field<&EstimateRanking::threads>("threads").at_least(1), field<&EstimateRanking::estimates>("estimates"),
          field<&EstimateRanking::heads>("heads").at_least(1), field<&EstimateRanking::units>("units").at_least(1),
-         field<&EstimateRanking::blocks>("blocks").at_least(1), field<&EstimateRanking::order>("order"),
+         field<&EstimateRanking::blocks>("blocks").at_least(1),
+         field<&EstimateRanking::first>("first").optional(), field<&EstimateRanking::order>("order"),
          field<&EstimateRanking::sorted>("ranked")},
         [](const EstimateRanking& r) {
             if (r.heads % r.units) throw std::invalid_argument("heads must be a multiple of units");

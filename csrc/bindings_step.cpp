@@ -38,10 +38,11 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
     bind_struct<BlockChoice>(
         m, "BlockChoice",
         {field<&BlockChoice::size>("size").at_least(1), field<&BlockChoice::units>("units").at_least(1),
-         field<&BlockChoice::parts>("parts").within(1, 2), field<&BlockChoice::first>("first"),
+         field<&BlockChoice::parts>("parts").within(0, 2), field<&BlockChoice::first>("first"),
          field<&BlockChoice::last>("last").at_least(1), field<&BlockChoice::take>("take").optional(),
          field<&BlockChoice::microbatch>("microbatch").optional(), field<&BlockChoice::epsilon>("epsilon").optional(),
-         field<&BlockChoice::least>("least").optional(), field<&BlockChoice::mean>("mean").optional()});
+         field<&BlockChoice::least>("least").optional(), field<&BlockChoice::mean>("mean").optional(),
+         field<&BlockChoice::guessed>("guessed").optional(), field<&BlockChoice::margin>("margin").optional()});
     bind_struct<StepRow>(
         m, "StepRow",
         {field<&StepRow::row>("row"), field<&StepRow::q_start>("q_start"), field<&StepRow::table, StepRow>("slots"),
@@ -104,6 +105,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)
         .def("reads", &DecodeStep::reads)
+        .def("guesses", &DecodeStep::guesses)
         .def("lists", &DecodeStep::lists)
         .def("carries", &DecodeStep::carries)
         .def("weighs", &DecodeStep::weighs)

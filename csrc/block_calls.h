@@ -47,7 +47,7 @@ struct BlockEstimates {
 // Blocks in the order of what was guessed of them.
 struct EstimateRanking {
     const float* estimates;  // [heads, blocks]
-    int64_t heads, units, blocks;
+    int64_t heads, units, blocks, first;  // the number of the first block
     int32_t* order;  // out: [units, blocks], and the guesses in that order [heads, blocks]
     float* sorted;
     int threads;
@@ -62,7 +62,7 @@ struct LabelScores {
     const uint8_t* codes;
     const float* range;
     float* scores;    // [kv_heads * rows, length], or null
-    float* weights;   // else [kv_heads * rows, length / block]: the log of what full blocks of keys weigh, or null
+    float* weights;   // else [kv_heads * rows, last - first]: the log of what these full blocks of keys weigh, or null
     int64_t block;    // keys, 8 .. 1024 and a power of two
     double scale, cap;  // of the logits that are weighed: cap * tanh(x * scale / cap), or x * scale where cap is 0
     int64_t first, last, count;  // else the best of keys first .. last - 1, rising

@@ -112,9 +112,9 @@ struct EstimateOrder {
             }
         }
         int32_t* order = r.order + unit * n;
-        sort_falling(share, n, 0, order);
+        sort_falling(share, n, static_cast<int32_t>(r.first), order);
         for (int64_t h = unit * per_unit; h < (unit + 1) * per_unit; ++h)
-            for (int64_t i = 0; i < n; ++i) r.sorted[h * n + i] = r.estimates[h * n + order[i]];
+            for (int64_t i = 0; i < n; ++i) r.sorted[h * n + i] = r.estimates[h * n + order[i] - r.first];
     }
 };
 

@@ -207,6 +207,7 @@ struct Progressive {
 
 // Makes the labels of keys first .. last - 1, whole tiles from a tile's first key on.
 struct LabelKeys {
+    static constexpr int64_t kTile = 16;  // keys whose codes lie together
     PagedKV kv;
     const int64_t* channel;  // [kv_heads, channels]
     int64_t channels, bits, tiles, first, last;

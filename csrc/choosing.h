@@ -1,21 +1,23 @@
-// A decode row whose blocks are chosen by summaries and read in the same call: what rank_blocks, decode and progressive
+// A decode row whose blocks are chosen by summaries or labels and read in the same call: what rank_blocks, decode and progressive
 // do for one row, put together.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
+#include "label_guess.h"
 #include "row_work.h"
 
 namespace saccade {
 
-// What a row reads (saccade/selection/plan.py, BestBlocks and RankedBlocks): the `first` first and `last` last blocks,
+// What a row reads (saccade/selection/readings.py, Choice): the `first` first and `last` last blocks,
 // and of the others the `take` best, or with a microbatch as many by rank as the stopping rule lets in.
 struct BlockChoice {
     int64_t size, units, parts, first, last, take = 0;
     int64_t microbatch = 0;  // 0: no rule
     double epsilon = 1;
-    bool least = false, mean = false;
+    bool least = false, mean = false, guessed = false;  // what unread blocks count for, with `margin`: see Progressive
+    double margin = 0;
 };
 
 // The summaries that a layer's row chooses by, [blocks, parts, kv_heads, head_dim] of the pool's storage type, and
@@ -30,6 +32,7 @@ struct ChoosingLayer {
     // for each unit; others than ranked ones mean none.
     const int32_t* carried = nullptr;
     int64_t carries = 0;
+    const LabelKeys* labels = nullptr;  // what blocks are ranked by instead, where there are any
 };
 
 class Choosing : public RowWork {
@@ -45,7 +48,9 @@ class Choosing : public RowWork {
         ends = c.microbatch ? c.last + partial : c.last;
         const int64_t ranked = stop - first;
         RowWork::begin(attention, c.units, !c.microbatch && c.take > ranked ? 0 : ranked, " blocks");
-        if (c.microbatch || (c.take && c.take < ranked)) check_summaries(by.summarized, stop);
+        if (by.labels ? !c.microbatch || c.size < 8 || c.size > 1024 || (c.size & (c.size - 1)) : c.guessed)
+            throw std::invalid_argument("labels rank blocks of 8, 16, .. 1024 keys for a rule, and guesses are theirs");
+        if (!by.labels && (c.microbatch || (c.take && c.take < ranked))) check_summaries(by.summarized, stop);
         if (c.microbatch && (!by.used || !by.coverage))
             throw std::invalid_argument("a rule needs used and coverage");
         const int64_t forced = first + ends;
@@ -157,6 +162,7 @@ class Choosing : public RowWork {
     // The `count` best blocks, in the order of their scores under a rule; 0: all.
     void rank(const KernelSet& set, int64_t count) {
         const BlockChoice& c = choice;
+        if (from.labels) return guess_.run(set, a_, *from.labels, c.size, c.units, first, stop, order.data());
         BlockRanking r = ranking(from.summary, c.units, c.parts, first, stop, count, order.data());
         r.falling = c.microbatch > 0 || from.carries > 0;
         r.coded = from.coded;
@@ -233,6 +239,8 @@ class Choosing : public RowWork {
         p.epsilon = c.epsilon;
         p.least = c.least;
         p.mean = c.mean;
+        p.estimates = c.guessed ? guess_.guesses() : nullptr;
+        p.margin = c.margin;
         p.used = from.used;
         p.coverage = from.coverage;
         p.offsets = offsets.data();
@@ -250,6 +258,7 @@ class Choosing : public RowWork {
     std::vector<int32_t> lists, order, reached, joined;
     std::vector<int64_t> offsets;
     std::vector<uint8_t> marks;
+    LabelGuess guess_;
 };
 
 }  // namespace saccade

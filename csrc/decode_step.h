@@ -76,6 +76,17 @@ class DecodeStep {
         row.units = units;
     }
 
+    // Every layer chooses blocks by labels of their keys; notes as of reads().
+    void guesses(int64_t number, nanobind::object choice, nanobind::list layers, uintptr_t used, uintptr_t coverage,
+                 int64_t units) {
+        PlannedRow& row = at(number);
+        row.how = &nanobind::cast<const BlockChoice&>(choice);
+        hold<LabelKeys>(row, RowKind::guesses, choice, layers);
+        row.used = reinterpret_cast<int64_t*>(used);
+        row.coverage = reinterpret_cast<float*>(coverage);
+        row.units = units;
+    }
+
     // Layers that choose blocks for `units` units also read `carried` [layers, units, carries], see ChoosingLayer.
     void carries(int64_t number, uintptr_t carried, int64_t units, int64_t carries) {
         PlannedRow& row = at(number);

@@ -9,7 +9,7 @@
 namespace saccade {
 namespace {
 
-constexpr int kLabelTile = 16;
+constexpr int kLabelTile = LabelKeys::kTile;
 
 constexpr int64_t kLabelPart = 1024;  // keys scored by one task where nothing is ranked: a multiple of every block
 
@@ -35,19 +35,20 @@ class LabelTask {
 
     // Scores, or what blocks weigh, of the keys from `start` on that are one part.
     void part(int64_t start) const {
-        const int64_t stop = start + kLabelPart < c_.length ? start + kLabelPart : c_.length;
+        const int64_t end = c_.scores ? c_.length : c_.last * c_.block;
+        const int64_t stop = start + kLabelPart < end ? start + kLabelPart : end;
         if (c_.scores) {
             score_rows(start, stop, c_.scores + kv_head_ * c_.rows * c_.length + start, c_.length);
             return;
         }
         float* scores = static_cast<float*>(thread_scratch(c_.rows * kLabelPart * sizeof(float)));
         score_rows(start, stop, scores, kLabelPart);
-        const int64_t blocks = c_.length / c_.block;
+        const int64_t from = start / c_.block, to = stop / c_.block;
         for (int64_t row = 0; row < c_.rows; ++row) {
             float* x = scores + row * kLabelPart;
             as_logits(x, stop - start);
-            float* to = c_.weights + (kv_head_ * c_.rows + row) * blocks;
-            for (int64_t i = start / c_.block; i < stop / c_.block; ++i) to[i] = weight(x + i * c_.block - start);
+            float* out = c_.weights + (kv_head_ * c_.rows + row) * (c_.last - c_.first) - c_.first;
+            for (int64_t i = from < c_.first ? c_.first : from; i < to; ++i) out[i] = weight(x + i * c_.block - start);
         }
     }
 
@@ -151,17 +152,21 @@ class LabelTask {
 };
 
 void label_scores(const LabelScores& c) {
-    const bool ranked = !c.scores && !c.weights;
-    const int64_t parts = ranked ? 1 : (c.length + kLabelPart - 1) / kLabelPart;
+    struct Parts {
+        const LabelScores& call;
+        int64_t first, count;  // of keys
+    };
+    const int64_t end = c.scores ? c.length : c.last * c.block;
+    Parts parts{c, c.scores ? 0 : c.first * c.block / kLabelPart, 0};
+    if (c.scores || c.weights) parts.count = (end + kLabelPart - 1) / kLabelPart - parts.first;
     parallel_for(
-        c.kv_heads * parts, c.threads,
+        c.kv_heads * (parts.count ? parts.count : 1), c.threads,
         [](void* context, int64_t i) {
-            const LabelScores& call = *static_cast<const LabelScores*>(context);
-            if (!call.scores && !call.weights) return LabelTask(call, i).best();
-            const int64_t parts = (call.length + kLabelPart - 1) / kLabelPart;
-            LabelTask(call, i / parts).part(i % parts * kLabelPart);
+            const auto& [call, first, count] = *static_cast<const Parts*>(context);
+            if (!count) return LabelTask(call, i).best();
+            LabelTask(call, i / count).part((first + i % count) * kLabelPart);
         },
-        const_cast<LabelScores*>(&c));
+        &parts);
 }
 
 }  // namespace

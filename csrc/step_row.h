@@ -28,9 +28,9 @@ struct StepRow : BlockTable {
     }
 };
 
-enum class RowKind { elsewhere, reads, reads_few, chooses, resolves, lists, shares, keeps };
+enum class RowKind { elsewhere, reads, reads_few, chooses, resolves, guesses, lists, shares, keeps };
 
-// What one layer reads: a ReadKeys, BlockChoice, ListedLayer, SharedLayer or KeptLayer that Python holds.
+// What one layer reads: a ReadKeys, BlockChoice, LabelKeys, ListedLayer, SharedLayer or KeptLayer that Python holds.
 struct LayerReading {
     RowKind kind = RowKind::elsewhere;
     const void* what = nullptr;
@@ -45,7 +45,7 @@ struct PlannedRow {
     StepRow where;
     std::vector<LayerReading> layers;
     nanobind::object held;      // what they point to
-    const void* how = nullptr;  // of all layers, a ListedKeys, SharedKeys or KeptKeys
+    const void* how = nullptr;  // of all layers, a BlockChoice, ListedKeys, SharedKeys or KeptKeys
     int64_t steps = 0;          // that lists have learnt from on top of what their layers say
     // By layer, where blocks are chosen by summaries; where a rule notes what it let in, `units` numbers a layer.
     std::vector<uintptr_t> summaries;
@@ -106,6 +106,9 @@ struct PlannedRow {
                 working<Resolving>(own.kind)
                     .begin(a, own.as<BlockChoice>(), choosing_by(layer), home, layer, fresh, where.row);
                 break;
+            case RowKind::guesses:
+                working<Choosing>(own.kind).begin(a, *static_cast<const BlockChoice*>(how), guessing_by(layer));
+                break;
             case RowKind::lists:
                 working<Listing>(own.kind).begin(a, *static_cast<const ListedKeys*>(how), listed_by(layer));
                 break;
@@ -126,6 +129,11 @@ struct PlannedRow {
             std::memcpy(asked + layer * asked_stride + h * width, static_cast<const char*>(a.q) + h * from, width);
     }
 
+    ChoosingLayer guessing_by(int64_t layer) const {
+        ChoosingLayer own{nullptr, 0, used + layer * units, coverage + layer * units};
+        own.labels = &layers[layer].as<LabelKeys>();
+        return own;
+    }
     ChoosingLayer choosing_by(int64_t layer) const {
         const bool carry = carried && layers[layer].as<BlockChoice>().units == carrying;
         return {reinterpret_cast<const void*>(summaries[layer]), summarized[layer],

@@ -26,7 +26,7 @@ from saccade.methods.lfps import (
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
-from saccade.ops.block_weights import FORMATS
+from saccade.ops.tile_weights import FORMATS, TILE
 from saccade.ops.triton import (
     antidiagonals,
     batched_best,
@@ -37,7 +37,6 @@ from saccade.ops.triton import (
     batched_rank,
     best_parts,
     block_pairs,
-    block_products,
     block_rows,
     block_summaries,
     block_sums,
@@ -57,6 +56,7 @@ from saccade.ops.triton import (
     reach,
     row_shares,
     row_weights,
+    tile_products,
 )
 
 SHARED = 232_448  # bytes that one program may have on Hopper
@@ -243,11 +243,12 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         )
         for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
     ]  # fmt: skip
-    for name in block_products.FORMATS:
-        stored = FORMATS[name]
-        own = {"FORMAT": name, "BLOCK": stored.block, "BYTES": stored.block_bytes, "PART": block_products.part_of(name)}
-        own |= {"ROWS": 16, "OUTPUTS": block_products.OUTPUTS, "BIASED": True, "EXACT": False, "EARLY": True}
-        found.append((block_products._product, own, {"num_warps": 4}))
+    for kind in FORMATS.values():
+        own = {**tile_products._constants(kind.layout), "TILE": TILE}
+        more = {"ROWS": 16, "SPLITS": 2, "BIASED": True, "MAGIC": 0x4300, "FULL": True, "EARLY": True}
+        more |= {name: getattr(tile_products, name) for name in ("LINE", "STAGES")}
+        found.append((tile_products._product, {**own, **more}, {"num_warps": tile_products.WARPS}))
+        found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))
     reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
     found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]
     ranking = {**decoding, "FIRST": 2, "LAST": 1, "TILE": batched_labels.TILE, "OPERAND": triton.language.bfloat16}

@@ -21,7 +21,6 @@ from saccade.ops.triton import (
     batched_labels,
     batched_rank,
     block_pairs,
-    block_products,
     block_rows,
     block_summaries,
     block_sums,
@@ -38,6 +37,7 @@ from saccade.ops.triton import (
     progressive,
     reach,
     row_shares,
+    tile_products,
 )
 
 TYPES = {
@@ -124,7 +124,11 @@ OTHERS = {
         **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "parts": "*fp32", "arrived": "*i64",
         "rows": "i32",
     },
-    block_products._product: {**dict.fromkeys(("x", "bias"), "*bf16"), "weight": "*u8", "rows": "i32"},
+    tile_products._product: {
+        **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "halves": "*fp16", "stored": "*u8", "parts": "*fp32",
+        "arrived": "*i64", "rows": "i32", "spans": "i32",
+    },
+    tile_products._values: {"words": "*i16", "halves": "*fp16", "stored": "*u8", "ids": "*i64", "spans": "i32"},
     triton_keeping._list_and_keep: {
         **dict.fromkeys(("lengths", "bounds", "counts", "indices", "marks", "known", "taken"), "*i32"),
         "reals": "*fp64", "searching": "*i8", "arrived": "*i64",

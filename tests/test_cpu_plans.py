@@ -27,13 +27,15 @@ from saccade.methods.cis.method import CISState
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.device_state import Opening
 from saccade.methods.psa import PSA
+from saccade.methods.psa.estimates import keys_in_few_bits
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.ops import Call, cpu, cpu_readings, run
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
-from saccade.ops.cpu_readings import Kept, Listed, Readings
+from saccade.ops.cpu_readings import Guessed, Kept, Listed, Readings
 from saccade.ops.cpu_structs import native
+from saccade.ops.progressive import attend_ranking
 from saccade.selection.pieces import read_blocks
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
@@ -75,6 +77,16 @@ LISTED = [
     "cis(k=20, sinks=4, local=8, tau=0)+psaw(start_layer=1, sinks=5, local=9, block_size=32)",
     "cis(k=20, sinks=4, local=9, tau=0.2, unit=kv_head)+psaw(start_layer=1, sinks=5, local=6, block_size=1)",
     "cis(k=20, sinks=4, local=8, tau=0.3, follow=1, s=2)+psaw(start_layer=1)+etf(start_layer=1)",
+]
+
+
+# Blocks by labels of their keys: sums of other order than in Python.
+GUESSED = [
+    PSA(epsilon=0.5, block_size=16, microbatch=1),
+    PSA(epsilon=0.9, block_size=8, microbatch=3, stop="mean", bits=8, margin=2.0),
+    PSA(epsilon=0.7, block_size=32, microbatch=2, unit="layer", bits=2),
+    PSA(epsilon=0.6, block_size=16, microbatch=2, rest="last_max"),
+    PSA(epsilon=1.0, block_size=64, microbatch=1),
 ]
 
 
@@ -160,6 +172,56 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
                     sure = plan.layers[layer].cost(lengths[i]).keys
                     pairs = ran.used.pairs().view(ruled.used.shape[1], -1)[:, 0]
                     assert (ruled.used[layer] * plan.blocks.size + sure).tolist() == pairs.tolist()
+
+
+@pytest.mark.parametrize("method", GUESSED, ids=lambda one: one.text)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_ranked_by_labels_get_what_the_reference_reads(method, dtype, monkeypatch):
+    """Rows whose labels were begun earlier, some in a tile begun, of several ends of tiles and blocks; two steps, the
+    second by what the first has labelled."""
+    upto, size = method.dense_upto, method.block_size
+    drawn = int(torch.randint(upto + 1, upto + 1300, ()))
+    lengths = [upto + 1, (upto // size + 2) * size, (upto // size + 3) * size + 1, drawn]
+    for threads, isa in ((1, None), (3, cpu.supported_isas()[-1])):
+        cpu.set_isa(isa)
+        every, keys, q = sequences([length + 1 for length in lengths], dtype, 1)
+        began = [
+            [keys_in_few_bits(kv.view(layer).upto(length - 3), method.bits) for layer in range(LAYERS)]
+            for kv, length in zip(every, lengths)
+        ]
+        states, reference = began, [[state.fork() for state in own] for own in began]
+        held = [
+            method.host_state(Opening(own, kv, Spec, 0, length + 1)) for own, kv, length in zip(states, every, lengths)
+        ]
+        rows = [
+            PlannedRow(i, length, kv.tables, state.reads(length + 1))
+            for i, (kv, length, state) in enumerate(zip(every, lengths, held))
+        ]
+        planned = PlannedRows(rows, every[0].pool.storage.k, every[0].pool.storage.v)
+        for layer in range(LAYERS):
+            for kv, own in zip(every, keys):
+                kv.append(layer, *own[layer, :, :, -1:])
+            out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
+            planned.attend(layer, q[layer], out, 0.2, 9.0, threads)
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, "available", lambda: False)
+                for i, kv in enumerate(every):
+                    query = Query.of(q[layer][:, i : i + 1], kv.view(layer), layer=layer, scale=0.2, softcap=9.0)
+                    ranking = method.select_decode(query, reference[i][layer])
+                    want, lse, read, coverage = attend_ranking(query.q, query.kv, ranking, scale=0.2, softcap=9.0)
+                    off = 2e-2 if dtype == torch.bfloat16 else 1e-5
+                    torch.testing.assert_close(out[i], want[:, 0], atol=off, rtol=off)
+                    torch.testing.assert_close(planned.lse[i], lse[:, 0], atol=1e-4, rtol=1e-4)
+                    ruled, sure = planned.ruled(i), ranking.always.shape[1]
+                    torch.testing.assert_close(ruled.coverage[layer], coverage, atol=1e-4, rtol=1e-4)
+                    counts = (read.offsets.diff() - sure).tolist()
+                    assert ruled.used[layer].tolist() == counts
+        for state, length, own in zip(held, lengths, reference):
+            state.done(length + 1)
+            for got, want in zip(state.settle(length + 1), own):
+                assert got.length == want.length == length + 1
+                ours, theirs = got.saved_fields(), want.saved_fields()
+                assert all(torch.equal(ours[name], theirs[name]) for name in ("_codes", "_range"))
 
 
 @pytest.mark.parametrize(("threads", "best"), [(1, 20), (3, 20), (3, 4000)])
@@ -405,6 +467,26 @@ def test_a_row_whose_lists_are_full_or_that_keeps_more_than_its_budget_is_refuse
             planned.attend(0, q[0], out, 0.2, None, 1)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"size": 12, "microbatch": 1}, "of 8, 16, .. 1024 keys"),
+        ({"size": 8}, "for a rule"),
+        ({"size": 8, "microbatch": 1}, "no room for 200 keys"),
+    ],
+)
+def test_labels_that_cannot_rank_are_refused(wrong, why):
+    (kv,), _, q = sequences([200], torch.float32, 1)
+    storage, out = kv.pool.storage, torch.empty(1, HEADS, DIM)
+    labels = keys_in_few_bits(kv.view(0).upto(180), 4)
+    choice = native.BlockChoice(units=KV_HEADS, parts=0, first=2, last=1, **wrong)
+    planned = PlannedRows(
+        [PlannedRow(0, 199, kv.tables, Guessed(choice, [labels.known()] * LAYERS, KV_HEADS))], storage.k, storage.v
+    )
+    with pytest.raises(ValueError, match=why):
+        planned.attend(0, q[0], out, 0.2, None, 1)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=512, head_dim=32)
@@ -412,7 +494,7 @@ def folder(tmp_path_factory):
 
 def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeypatch):
     """A packed batch of all these methods, planned and not; a session whose second turn finds kept summaries."""
-    policies = [method.text for method in METHODS]
+    policies = [method.text for method in METHODS + GUESSED]
     ids = [random_ids(100 + 17 * i, seed=i) for i in range(len(policies))]
     few = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -421,10 +503,15 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
         outputs = llm.generate(ids, few, policy=policies)
         with llm.session("psa(epsilon=0.6, block_size=8, microbatch=1, rank=cuboid)") as session:
             outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
+        with llm.session(GUESSED[0].text) as session:
+            outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
         assert llm.engine.pool.used_blocks == 0
         return outputs
 
+    calls, real = [], PlannedRows.run_layers
+    monkeypatch.setattr(PlannedRows, "run_layers", lambda *rest, **more: calls.append(1) or real(*rest, **more))
     planned = answers()
+    assert len(calls) > 5 * (few.max_tokens - 2)  # of the batch, and of four turns
     monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
     for left, right in zip(planned, answers()):
         assert tokens(left) == tokens(right)
@@ -501,7 +588,7 @@ def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
         LISTED[0],
         LISTED[4],
     ]
-    policies += [LISTED[-3], "topp(dense_upto=0, p=0.5)"]  # the last one chooses layer by layer
+    policies += [LISTED[-3], GUESSED[0].text, "topp(dense_upto=0, p=0.5)"]  # the last one chooses layer by layer
     ids = [random_ids(180 + 9 * i, seed=i) for i in range(len(policies))]
     few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     served, shares = [], []

@@ -158,15 +158,15 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
 
 def test_a_pass_that_cannot_be_planned_lets_go_of_what_it_held(tiny_llama, prompts, monkeypatch):
     packed = make(tiny_llama, exact=False)
-    host, real, let_go = packed.engine.worker.host, HostBackend._attention, []
+    host, real, let_go = packed.engine.worker.host, HostBackend.plan, []
 
     def failing(self, step, *given):
         real(self, step, *given)  # which holds blocks by now
-        monkeypatch.setattr(HostBackend, "_attention", real)
+        monkeypatch.setattr(HostBackend, "plan", real)
         monkeypatch.setattr(host, "done", lambda: let_go.append(step) or HostBackend.done(host))
         raise MemoryError("no room for a plan")
 
-    monkeypatch.setattr(HostBackend, "_attention", failing)
+    monkeypatch.setattr(HostBackend, "plan", failing)
     output = packed.generate(prompts[0], GREEDY)[0]
     assert "no room for a plan" in output.error
     assert len(let_go) == 1
@@ -178,15 +178,15 @@ def test_passes_that_always_break_in_company_keep_no_request_from_its_end(tiny_l
     was left alone, so that it broke in company again, for ever."""
     packed = make(tiny_llama, exact=False, chunk=8)
     want = [tokens(packed.generate(ids, GREEDY, policy="h2o(budget=24)")[0]) for ids in prompts[:3]]
-    real, broken = HostPass.run, []
+    real, broken = HostPass.steps, []
 
     def only_alone(self):
         if len(self.step) > 1:
             broken.append(len(self.step))
             raise MemoryError("too little memory for two")
-        real(self)
+        return real(self)
 
-    monkeypatch.setattr(HostPass, "run", only_alone)
+    monkeypatch.setattr(HostPass, "steps", only_alone)
     outputs = packed.generate(prompts[:3], GREEDY, policy="h2o(budget=24)")
     assert [tokens(output) for output in outputs] == want
     assert 2 <= len(broken) < 40
@@ -258,12 +258,14 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     runner = llm.model.runner
     steps, place = runner.steps, len(prompts[2]) + 1  # of the row whose token is the third
 
-    def poisoned(token_ids, positions, ctx, **options):
-        logits = yield from steps(token_ids, positions, ctx, **options)
-        rows = (positions[options["logit_rows"]] == place).nonzero()[:, 0]
-        if len(broken.output_ids) == 2:
-            logits[rows, 7] = value
-        return logits
+    def poisoned(token_ids, positions, ctx, *, take, **options):
+        def spoilt(logits):
+            rows = (positions[options["logit_rows"]] == place).nonzero()[:, 0]
+            if len(broken.output_ids) == 2:
+                logits[rows, 7] = value
+            take(logits)
+
+        return steps(token_ids, positions, ctx, take=spoilt, **options)
 
     monkeypatch.setattr(runner, "steps", poisoned)
     finish(llm.engine)

@@ -46,10 +46,12 @@ class Plant:
 def in_runner(patch, llm: LLM, plant: Plant) -> None:
     real = llm.model.runner.steps
 
-    def steps(input_ids, positions, *rest, **options):
-        out = yield from real(input_ids, positions, *rest, **options)
-        plant(int(positions.max()) >= LAST)
-        return out
+    def steps(input_ids, positions, *rest, take, **options):
+        def planted(logits):
+            plant(int(positions.max()) >= LAST)
+            take(logits)
+
+        return real(input_ids, positions, *rest, take=planted, **options)
 
     patch.setattr(llm.model.runner, "steps", steps)
 

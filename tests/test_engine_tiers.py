@@ -374,16 +374,17 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
     prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
     asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]
-    plan, mixed = HostBackend._attention, []
+    plan, mixed = HostBackend.plan, []
 
     def planned(*given):
         made = plan(*given)
-        decoding = [one for one in made.rows if one.decodes]
-        if made.frozen is not None and decoding:
-            mixed.append((len(decoding), len(made.together) + len(made.resolved)))
+        attention = made.attention
+        decoding = [one for one in attention.rows if one.decodes]
+        if attention.frozen is not None and decoding:
+            mixed.append((len(decoding), len(attention.together) + len(attention.resolved)))
         return made
 
-    monkeypatch.setattr(HostBackend, "_attention", planned)
+    monkeypatch.setattr(HostBackend, "plan", planned)
     if slots is None:
         made = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False)
     else:

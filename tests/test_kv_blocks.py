@@ -39,6 +39,7 @@ def test_a_block_is_held_by_whom_it_was_given_to():
     assert (pool.used_blocks, pool.free_blocks, pool.free_logical) == (6, 6, 2)
     pool.share(blocks[:1], b)
     assert [pool.references(block) for block in blocks] == [2, 1]
+    assert pool.owner(blocks[0]) == a
     pool.release(blocks[:1], a)
     assert pool.owner(blocks[0]) == b
     assert pool.used_blocks == 6

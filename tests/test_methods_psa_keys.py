@@ -134,10 +134,13 @@ def test_weights_are_those_of_the_labels(backend, length, size, softcap, bits):
     k = wide_keys(length, length)
     view, q = KVView.from_tensors(k, k, shuffle_seed=1), torch.randn(HEADS, DIM, generator=generator(6))
     labels = keys_in_few_bits(view, bits)
-    got = labels.block_weights(q, size, 0.3, softcap)
+    got = labels.block_weights(q, size, 0.3, softcap, 0, length // size)
     logits = 0.3 * labels.scores(q).double()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     assert got.shape == (HEADS, length // size)
+    for first, last in ((0, 0), (length // size // 3, length // size), (2, min(9, length // size))):
+        if first <= last:  # to the last bit what is said of all of them
+            assert torch.equal(labels.block_weights(q, size, 0.3, softcap, first, last), got[:, first:last])
     for block in range(length // size):
         want = torch.logsumexp(logits[:, size * block : size * (block + 1)], 1)
         torch.testing.assert_close(got[:, block].double(), want, atol=1e-4, rtol=1e-4)

@@ -37,6 +37,8 @@ def paths(llm, policies, lengths=(200,), asked=ASKED):
         ("dense", STEP, None),
         ("topk(k=24)", STEP, None),
         ("lfps(k=16, sinks=2, local=8, least=24)", STEP, None),
+        ("psa(epsilon=0.5, block_size=8)", STEP, None),
+        ("psa(epsilon=0.5, block_size=8)+psaw(local=16)", ROW, "state"),
         ("topp(dense_upto=0, p=0.5)", ROW, "topp"),
         ("h2o(budget=40)+psaw(local=16)", ROW, "state"),
     ],

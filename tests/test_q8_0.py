@@ -28,7 +28,7 @@ from saccade.ops.layer_rows import head
 from saccade.ops.layer_weights import Norm
 from saccade.ops.planes import FORMATS as PLANES
 from saccade.ops.planes import packed
-from saccade.ops.triton import block_products
+from saccade.ops.tile_weights import TileMatrix
 
 IDS = random_ids(40, seed=5)
 SCORED = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
@@ -120,12 +120,11 @@ def test_products_of_few_rows_on_a_cpu(isa, dtype):
 def test_products_of_few_rows_on_the_device(rows, dtype):
     x = draw(rows, 2 * 96, dtype=dtype)[:, ::2]
     held, values = matrix(45, 96, draw(45, seed=2, dtype=dtype), even=True)
-    assert block_products.serves(x, held)
-    made = block_products.product(x, held)
+    made = TileMatrix.of_weights(held).product(x)
     exact = x.double() @ values.double().T + held.bias.double()
     torch.testing.assert_close(made.double(), exact, rtol=2e-3, atol=2e-6 if dtype == torch.float32 else 2e-3)
     wide = Q8_0(torch.cat([held.weight, held.weight], 1)[:, : held.weight.shape[1]], held.bias)  # rows lie apart
-    assert torch.equal(block_products.product(x, wide), made)
+    assert torch.equal(TileMatrix.of_weights(wide).product(x), made)
 
 
 def test_products_of_many_rows_dequantise_a_piece_at_a_time(monkeypatch):

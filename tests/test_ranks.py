@@ -354,8 +354,8 @@ def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
         others.append(runner)
         begin(self, group, pool, runner, *given)
 
-    real, begin, others = HostPass.run, OtherRank.__init__, []
-    monkeypatch.setattr(HostPass, "run", breaking)
+    real, begin, others = HostPass.steps, OtherRank.__init__, []
+    monkeypatch.setattr(HostPass, "steps", breaking)
     monkeypatch.setattr(OtherRank, "__init__", beginning)
     with make(tiny_llama, 2) as llm:
         request = llm.engine.add(PROMPTS[3], greedy(6), Policy())

@@ -138,6 +138,14 @@ def test_a_short_context_costs_no_more_calls_than_dense(counted, dense_calls, po
     assert calls(counted, policy) <= 1.1 * dense_calls
 
 
+@pytest.mark.parametrize(
+    "policy", ["psa(epsilon=0.7, block_size=8)", "h2o(budget=70)", "quest(budget=64)", "cis(k=70)"]
+)
+def test_rows_that_choose_cost_about_as_many_calls_as_dense(counted, dense_calls, policy):
+    """At 88 tokens, which are more than they read."""
+    assert calls(counted, policy) <= 1.2 * dense_calls
+
+
 @pytest.mark.parametrize("half", [0, 1])
 def test_rows_of_many_policies_are_one_call_a_step(shared, monkeypatch, half):
     policies = every_policy()[half::2]

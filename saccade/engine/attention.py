@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,10 +68,10 @@ class StepShortError(StepFailedError):
 class PlannedStep(Protocol):
     """Requests of a step whose attention a backend has planned, as far as it is known before it runs."""
 
-    def run(self) -> None:
-        """Run all layers and write down what the rows did. Each layer's queries, keys and values go to the backend's
-        attention context (models.interface.AttentionContext). StepFailedError: others must serve the requests; what
-        else it raises is the fault of one of them."""
+    def steps(self) -> Iterable[int]:
+        """Run all layers and write down what the rows did, stopping between layers if need be. Each layer's queries,
+        keys and values go to the backend's attention context (models.interface.AttentionContext). StepFailedError:
+        others must serve the requests; what else it raises is the fault of one of them."""
         ...
 
 

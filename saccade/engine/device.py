@@ -53,9 +53,10 @@ class DevicePass:
     times: int
     goes_on: bool
 
-    def run(self) -> None:
+    def steps(self) -> Sequence[int]:
         self.result.requests |= self.device.run(self.step, self.memories, self.times, self.goes_on)
         self.result.fresh |= self.device.fresh
+        return ()
 
 
 class DeviceBackend(DeviceServing):

@@ -19,7 +19,7 @@ from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import SkipCount, StepInput, StepResult, results_of
-from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, WholeRows
+from saccade.models.interface import AheadRows, AttentionContext, FrozenRows, InputRows, LayerAttention, WholeRows
 from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
@@ -61,15 +61,6 @@ class HostBackend:
         goes_on: bool = False,
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
-        try:
-            attention = self._attention(step, memories, result)
-        except BaseException:
-            self.done()  # no pass will do so
-            raise
-        return HostPass(self.runner, step, result, attention, self.setting.watch.logits, self.done)
-
-    def _attention(self, step: StepInput, memories: Mapping[int, SequenceMemory], result: StepResult) -> HostAttention:
-        """The attention of all rows of ``step``."""
         rows = [
             RequestRows(one, memories[one.sequence_id], results_of(result.requests, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)
@@ -92,7 +83,7 @@ class HostBackend:
             left = [one for one in joined if id(one) not in attention.together]
             attention.resolved = resolved(setting, self.fixed, left, self._own_products) if left else {}
             attention.joined = JoinedRows(setting, self.fixed, held, self._own_products) if held else None
-        return attention
+        return HostPass(self.runner, step, result, attention, setting.watch.logits)
 
 
 @dataclass
@@ -135,6 +126,12 @@ class HostAttention:
     def parts(self) -> list[HostedPart] | None:
         """The rows as parts that take turns on the device and the CPU; None where they are attended together."""
         return self.hosting.parts(self.hosted) if self.hosting is not None and len(self.hosted) > 1 else None
+
+    @property
+    def context(self) -> AttentionContext:
+        """What attends: the rows that are joined, where these are all."""
+        joined = self.joined
+        return self if joined is None or len(self.together) < len(self.rows) or self.frozen is not None else joined
 
     def whole(self) -> WholeRows | None:
         """The rows where none needs anything between the layers; else None."""

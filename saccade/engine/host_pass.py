@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from functools import cached_property
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 class HostPass:
     """The pass of ``step``, planned (see engine.attention.PlannedStep): ``attention`` attends layer by layer, what rows
-    did is written down in ``result``, and ``done`` lets go of what the pass kept in memory."""
+    did is written down in ``result``."""
 
     def __init__(
         self,
@@ -33,31 +32,19 @@ class HostPass:
         result: StepResult,
         attention: HostAttention,
         looks: LogitsObserver | None,
-        done: Callable[[], None],
     ) -> None:
         self.runner, self.step, self.result, self.attention = runner, step, result, attention
-        self._looks, self._done = looks, done
+        self._looks = looks
         self._shown: list[tuple[int, int, int]] = []  # decode rows looked at: packed row, request, position
 
     @torch.inference_mode()
-    def run(self) -> None:
-        """All layers. Raises what a layer raises; nothing counts as stored then."""
-        try:
-            steps, logits = self.steps(), None
-            while logits is None:
-                try:
-                    next(steps)
-                except StopIteration as ended:
-                    logits = ended.value
-            self.take(logits)
-        finally:
-            self._done()
+    def steps(self) -> Generator[int, None, None]:
+        """See PlannedStep: models.runner.HFRunner.steps. Raises what a layer raises; nothing counts as stored then."""
+        return self.runner.steps(
+            self.step.input_ids, self.step.positions, self.attention.context, take=self._take, **self._asked()
+        )
 
-    def steps(self) -> Generator[int, None, Tensor]:
-        """The layers one by one (models.runner.HFRunner.steps); its logits are to be given to :meth:`take`."""
-        return self.runner.steps(self.step.input_ids, self.step.positions, self.attention, **self._asked)
-
-    def take(self, logits: Tensor) -> None:
+    def _take(self, logits: Tensor) -> None:
         """Choose tokens from ``logits`` fp32 [rows, vocab], those of rows that are looked at last."""
         wanted = len(logits) - len(self._shown)
         for (_, request, position), row in zip(self._shown, logits[wanted:]):
@@ -67,7 +54,6 @@ class HostPass:
         for rows in self.attention.rows:
             rows.result.path = path_of(rows, self.attention)
 
-    @cached_property
     def _asked(self) -> dict[str, Any]:
         """What the pass asks of the runner."""
         segments: list[Segment] = []

@@ -24,7 +24,7 @@ from saccade.methods.host_state import HostState
 from saccade.methods.verified import Verified
 from saccade.ops import cpu_readings
 from saccade.ops.cpu_plans import Ruled
-from saccade.ops.cpu_readings import Kept, Listed, Readings, Seen, Shared
+from saccade.ops.cpu_readings import Readings, Reads, Seen
 from saccade.selection.forms import MOST, Summarized
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Everything
@@ -45,7 +45,7 @@ class FixedRow(NamedTuple):
 
     rows: RequestRows
     plan: DevicePlan
-    reads: Readings | Listed | Shared | Kept
+    reads: Reads
     state: HostState | None
     weighs: bool = False  # rows of a verification that say where they looked
 
@@ -70,9 +70,26 @@ class FixedPlans:
             if plan is None or not plan.dense:
                 return "rows with sliding windows are attended one by one"
             return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
-        prepared = self._plan(rows.method, rows.scheduled.stop <= self._least_window)
+        method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
+        prepared = self._plan(method, length <= self._least_window)
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
-        return self._known(rows, prepared) if fixed is None else fixed
+        if fixed is not None:
+            return fixed
+        state = rows.memory.on_host(method, length)  # what its method has told the kernels of its state
+        if state is None:
+            state = rows.memory.opened_on_host(method, self._opened(rows, rows.memory.states))
+        if state is None:
+            return prepared if isinstance(prepared, str) else f"'{method.text}': the kernels do not serve its state"
+        if window is not None and not state.windows:
+            return f"the kernels of '{method.text}' know no windows"
+        if length > state.room:
+            state.grow(length)
+        reads = state.reads(length, window)
+        if reads is not None:
+            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state)
+        if length > self._least_window:
+            return "which layers read what hangs on their own windows"
+        return FixedRow(rows, *self._whole(method, window), state)
 
     def of_blocks(self, rows: RequestRows) -> FixedRow | None:
         """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
@@ -121,8 +138,8 @@ class FixedPlans:
                 counts.follow(state)
             for note in state.notes(rows.scheduled.stop):
                 rows.result.note(note)
-        if ruled is not None and plan.blocks is not None:
-            counts.note_rule(ruled.used * plan.blocks.size, ruled.coverage)
+        if ruled is not None and plan.choice is not None and rows.scheduled.stop > plan.choice.dense_upto:
+            counts.note_rule(ruled.used * plan.choice.size, ruled.coverage)
         whole = state is not None and state.reads_all(rows.scheduled.stop)
         if counts.add(rows.scheduled.stop, backend, whole=whole) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
@@ -133,24 +150,9 @@ class FixedPlans:
         if not isinstance(method, Verified):
             return False
         prepared = self._plan(method.draft, False)
-        return not isinstance(prepared, str) and carries(prepared.plan, method.carried)
-
-    def _known(self, rows: RequestRows, prepared: Prepared | str) -> FixedRow | str:
-        """A row that the kernels read by what its method has told them of its state."""
-        method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
-        state = rows.memory.on_host(method, length, partial(self._opened, rows))
-        if state is None:
-            return prepared if isinstance(prepared, str) else f"'{method.text}': the kernels do not serve its state"
-        if window is not None and not state.windows:
-            return f"the kernels of '{method.text}' know no windows"
-        if length > state.room:
-            state.grow(length)
-        reads = state.reads(length, window)
-        if reads is not None:
-            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state)
-        if length > self._least_window:
-            return "which layers read what hangs on their own windows"
-        return FixedRow(rows, *self._whole(method, window), state)
+        if isinstance(prepared, str) or prepared.readings is None:
+            return False
+        return carries(prepared.plan, method.carried)
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
@@ -172,7 +174,7 @@ class FixedPlans:
         plan = method.device_plan(spec)
         if plan is None:
             return f"'{method.text}': {method.host_only or 'no plan for this model'}"
-        if len(set(plan.layers)) == 1 and not plan.listed:
+        if len(set(plan.layers)) == 1 and plan.keeps:
             return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
         for one in dict.fromkeys(plan.layers):
             if (reason := cpu_readings.serves(one, spec.kv_heads)) is not None:

@@ -58,10 +58,15 @@ class JoinedRows:
         """The rows as the kernels know them."""
         return self._rows
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def run(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor | None = None
+    ) -> Tensor:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
-        head_dim], rows before heads in memory."""
+        head_dim], rows before heads in memory; by default of a new tensor."""
         setting = self.setting
+        setting.watch.pulse.beat()
+        if out is None:
+            out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         if layer == 0:
             self.settle_fixed(q, spec)
         given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
@@ -100,6 +105,10 @@ class JoinedRows:
                 rows.failed(layer, error)
         if together:
             self._attend_together(layer, together, q, spec, out)
+        return out
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """None of the rows is frozen (see models.interface.AttentionContext)."""
 
     def run_layers(
         self,

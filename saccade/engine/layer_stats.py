@@ -9,7 +9,6 @@ from torch import Tensor
 
 from saccade.engine.step import CallCount, ReadPairs
 from saccade.ops.pairs import pairs as pairs_of
-from saccade.selection import Selection
 
 _SUMS = (
     "calls",
@@ -53,9 +52,14 @@ class LayerStats:
         used, cost, coverage = call.used, call.cost, call.coverage
         self.heads, even = used.shape.heads, used.even_pairs()
         if even is None:
-            self._attend(used)
-        else:
-            self.even += even
+            pairs = used.pairs if isinstance(used, ReadPairs) else pairs_of(used)
+            if pairs.numel() == 1:
+                pairs = pairs.expand(self.heads)
+            have = self.attended
+            if have is not None and have.is_cuda:
+                pairs = pairs.to(have.device, non_blocking=True)
+            self.attended = pairs.clone() if have is None else have.to(pairs.device) + pairs
+        self.even += even or 0
         self.calls += 1
         self.causal += used.shape.causal_pairs
         self.scored += cost.scored
@@ -88,14 +92,6 @@ class LayerStats:
         if other.attended is not None:
             have, more = self.attended, other.attended
             self.attended = more if have is None else have + more.to(have.device)
-
-    def _attend(self, used: Selection | ReadPairs) -> None:
-        pairs = used.pairs if isinstance(used, ReadPairs) else pairs_of(used)
-        if pairs.numel() == 1:
-            pairs = pairs.expand(used.shape.heads)
-        if self.attended is not None and self.attended.is_cuda:
-            pairs = pairs.to(self.attended.device, non_blocking=True)
-        self.attended = pairs.clone() if self.attended is None else self.attended.to(pairs.device) + pairs
 
     def pairs(self) -> Tensor | None:
         """int64 [heads]: pairs that each query head attended to; None before the first call."""

@@ -123,14 +123,15 @@ class SequenceMemory:
             self._on_device = held
         return held
 
-    def on_host(self, method: Method, length: int, opened: Callable[[list[Any]], HostState | None]) -> HostState | None:
-        """The host state of ``method``, likewise, for a row that sees ``length`` keys; None where it has none for these
-        states."""
+    def on_host(self, method: Method, length: int) -> HostState | None:
+        """The host state of ``method`` for a row that sees ``length`` keys, if one is open."""
         held = self._on_device
         same = self._opened_by is method or self._opened_by == method
-        if isinstance(held, HostState) and same and length <= held.upto:
-            return held
-        state = opened(self.states)
+        return held if isinstance(held, HostState) and same and length <= held.upto else None
+
+    def opened_on_host(self, method: Method, state: HostState | None) -> HostState | None:
+        """``state``, which was opened with all layers' ``states``, is from now on that of ``method``; None: there is
+        none for these."""
         if state is not None:
             self._on_device, self._opened_by = state, method
         return state

@@ -30,7 +30,7 @@ class SuspendedPass:
 
     def __init__(self, planned: HostPass, device: torch.device) -> None:
         self.step, self.result, self.device = planned.step, planned.result, device
-        self._planned, self._steps = planned, planned.steps()
+        self._steps = planned.steps()
         self._layers, self._seconds = 0, 0.0
 
     def advance(self, seconds: float) -> Advanced:
@@ -43,8 +43,7 @@ class SuspendedPass:
         while True:
             try:
                 self._layers = next(self._steps)
-            except StopIteration as stop:
-                self._planned.take(stop.value)
+            except StopIteration:
                 ended = True
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # a launch says nothing of what it takes

@@ -114,23 +114,27 @@ class Worker:
             self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
         result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
-        for part in self._parts(step):
-            if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
-                part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
-            ahead = goes_on and len(part) == len(step)
-            for backend in self.backends:
-                served, part = self._served(backend, step, part, result)
-                packs = backend.parts(step, served, self.memories)
-                ahead = ahead and not part and len(packs) == 1
-                for pack in packs:
-                    packed = step.part(pack)
-                    try:
-                        backend.plan(packed, self.memories, result, times, ahead).run()
-                    except StepFailedError as error:
-                        self._note_failed(packed, result, error)
-                        part = sorted([*part, *pack])
-                    except Exception as error:
-                        self._broke(packed, result, error)
+        try:
+            for part in self._parts(step):
+                if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
+                    part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
+                ahead = goes_on and len(part) == len(step)
+                for backend in self.backends:
+                    served, part = self._served(backend, step, part, result)
+                    packs = backend.parts(step, served, self.memories)
+                    ahead = ahead and not part and len(packs) == 1
+                    for pack in packs:
+                        packed = step.part(pack)
+                        try:
+                            for _ in backend.plan(packed, self.memories, result, times, ahead).steps():
+                                pass
+                        except StepFailedError as error:
+                            self._note_failed(packed, result, error)
+                            part = sorted([*part, *pack])
+                        except Exception as error:
+                            self._broke(packed, result, error)
+        finally:
+            self.host.done()
         for one in whole.scheduled:
             if result.requests[one.request_id].is_good:
                 self.memories[one.sequence_id].end_step()

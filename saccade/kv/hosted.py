@@ -14,7 +14,6 @@ from torch import Tensor
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.format import KVFormat
 from saccade.kv.host import HostTier
-from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.sequence_summaries import SequenceSummaries
@@ -121,7 +120,7 @@ class HostedKV:
 
     def view(self, layer: int) -> KVView:
         """See SequenceKV: a view on the host."""
-        return KVView(self._paged(layer), partial(self._summaries_of, layer))
+        return KVView(self._paged(layer), partial(self._known.of, self._plain_view, layer))
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """See SequenceKV: on the host, of what is stored."""
@@ -169,6 +168,3 @@ class HostedKV:
 
     def _plain_view(self, layer: int) -> KVView:
         return KVView(self._paged(layer))
-
-    def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
-        return self._known.of(self._plain_view, layer, kind, block_size)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from saccade.kv.block_codes import KINDS as CODED
 from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
-from saccade.kv.storage import KVStorage
-from saccade.kv.summaries import PARTS, kept_dtype, summarize_view
+from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 
 MANY = 4096  # blocks from which room is made for an eighth as many more, not for twice as many
@@ -47,8 +46,7 @@ class KeptSummaries:
         full = view.length // self.block_size
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
-            if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
-                self._grow(self._ahead(full), fresh)
+            self.reserve(full, fresh)
             self.buffer[self.filled : full] = fresh
             self.filled = full
         return self.buffer[:full]
@@ -56,23 +54,25 @@ class KeptSummaries:
     def room(self, blocks: int, view: KVView) -> Tensor:
         """The whole buffer, summaries up to date, with room for ``blocks``."""
         self.upto(view)
-        if blocks > self.buffer.shape[0]:
-            self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
+        self.reserve(blocks, self.buffer, self.buffer.shape[0] + self.buffer.shape[0] // 8)
         return self.buffer
 
-    def reserve(self, blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-        """Have room on the CPU for ``blocks``, of keys of ``dtype``; whether another buffer took its place."""
+    def reserve(self, blocks: int, like: Tensor, ahead: int | None = None) -> None:
+        """Have room for ``blocks``, and if more is to be made for ``ahead``, by default as many as memory has room for
+        anyway, of summaries ``like`` [any, parts, kv_heads, head_dim]; a first buffer, even for no block, has parts."""
         if self.buffer.dim() > 1 and blocks <= self.buffer.shape[0]:
-            return False
-        shape = (PARTS[self.kind], kv_heads, head_dim)
-        self._grow(self._ahead(blocks), torch.empty(0, *shape, dtype=kept_dtype(self.kind, dtype), device="cpu"))
-        return True
+            return
+        if ahead is None:
+            ahead = max(self.filled + (self.filled if self.filled < MANY else self.filled // 8), 16)
+        grown = like.new_empty(max(blocks, ahead), *like.shape[1:])
+        if self.filled:
+            grown[: self.filled] = self.made
+        self.buffer = grown
 
     def extend(self, made: Tensor) -> None:
         """Take over summaries of the blocks that follow those there are."""
         count = self.filled + len(made)
-        if self.buffer.dim() == 1 or count > self.buffer.shape[0]:
-            self._grow(max(count, self.filled + self.filled // 2), made)
+        self.reserve(count, made, self.filled + self.filled // 2)
         self.buffer[self.filled : count] = made
         self.filled = count
 
@@ -91,31 +91,3 @@ class KeptSummaries:
             other._codes = self._codes.fork()
             other._codes.truncate(filled)
         return other
-
-    def _ahead(self, blocks: int) -> int:
-        """Room to make where there must be some for ``blocks``."""
-        more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
-        return max(blocks, self.filled + more, 16)
-
-    def _grow(self, blocks: int, like: Tensor) -> None:
-        grown = like.new_empty(blocks, *like.shape[1:])
-        if self.filled:
-            grown[: self.filled] = self.made
-        self.buffer = grown
-
-
-def fill_all(kept: list[KeptSummaries], full: int, storage: KVStorage, tables: Tensor) -> bool:
-    """Make what layers lack of their summaries up to block ``full``, all in one call: of keys that lie in ``storage``,
-    on the host, where ``tables`` int32 [layers, kv_heads or 1, >= full] says. False, changing nothing, where its mover
-    has no kernel for that."""
-    one, layout = kept[0], storage.format
-    fill = storage.mover.filler(layout.dtype, one.kind, one.block_size)
-    if fill is None:
-        return False
-    for layer in kept:
-        layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
-    pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
-    fill(pools, layout.dtype, tables, one.kind, one.block_size, one.filled, full, buffers)
-    for layer in kept:
-        layer.filled = full
-    return True

@@ -9,7 +9,6 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
-from saccade.kv.kept_summaries import KeptSummaries, fill_all
 from saccade.kv.paged import Paged
 from saccade.kv.row_formats import format_of
 from saccade.kv.sequence_summaries import SequenceSummaries
@@ -178,10 +177,9 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        storage, fill = self.pool.storage, None
-        if storage.k.is_cpu and not self.pool.absent:
-            fill = partial(fill_all, storage=storage, tables=self.tables)
-        return self.known.full(self._plain_view, kind, block_size, self.length, fill)
+        storage, given = self.pool.storage, (self._plain_view, kind, block_size, self.length)
+        there = storage.k.is_cpu and not self.pool.absent
+        return self.known.full(*given, storage, self.tables) if there else self.known.full(*given)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks on the host, [blocks, parts, kv_heads, head_dim]; here they are
@@ -211,11 +209,11 @@ class SequenceKV:
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
         if self.pool.absent and self.pool.tiers is not None:
-            summaries = partial(self._summaries_of, layer)
+            summaries = partial(self.known.of, self._plain_view, layer)
             length = self._lengths[layer]
             return TieredView(self.pool, layer, self._table.numbers, length, summaries, self._hints)
         paged, pool = self._paged(layer, self._lengths[layer]), self.pool
-        return KVView(paged, partial(self._summaries_of, layer), pool.storage.mover, pool.absent > 0)
+        return KVView(paged, partial(self.known.of, self._plain_view, layer), pool.storage.mover, pool.absent > 0)
 
     def truncate(self, length: int, holds: bool = False) -> None:
         """Forget tokens from ``length`` on and let go of their blocks, unless it ``holds`` them for those to come. What
@@ -302,9 +300,6 @@ class SequenceKV:
             for one in self.pool.tiers.each:
                 one.charge(now - self._charged)
             self._charged = now
-
-    def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
-        return self.known.of(self._plain_view, layer, kind, block_size)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

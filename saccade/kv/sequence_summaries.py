@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.kept_summaries import KeptSummaries
+from saccade.kv.storage import KVStorage
+from saccade.kv.summaries import PARTS, kept_dtype
 from saccade.kv.view import KVView
 
 View = Callable[[int], KVView]
-Fill = Callable[[list[KeptSummaries], int], bool]  # up to so many blocks, of layers that have equally many
 
 
 class SequenceSummaries:
@@ -36,19 +38,28 @@ class SequenceSummaries:
         self.version += summary.buffer is not before
         return summary
 
-    def full(self, view: View, kind: str, block_size: int, length: int, fill: Fill | None = None) -> list[Tensor]:
-        """Each layer's summaries of the full blocks of ``length`` tokens: [>= blocks, parts, kv_heads, head_dim].
-        ``fill`` makes what is wanting in all layers at once, or says that it cannot."""
+    def full(
+        self, view: View, kind: str, block_size: int, length: int, storage: KVStorage | None = None, tables: Any = None
+    ) -> list[Tensor]:
+        """Each layer's summaries of the full blocks of ``length`` tokens: [>= blocks, parts, kv_heads, head_dim]. Of
+        keys that lie in ``storage`` on the host, where ``tables`` int32 [layers, kv_heads or 1, >= blocks] says, what
+        is wanting is made in all layers at once, if its mover has a kernel for that."""
         kept, full = self._kept(kind, block_size), length // block_size
         if kept[0].buffer.dim() > 1 and min([one.filled for one in kept]) >= full:
             return [one.buffer for one in kept]
-        before = kept[0].buffer
-        if fill is not None and len({one.filled for one in kept}) == 1 and fill(kept, full):
-            self.version += kept[0].buffer is not before
-        else:
-            for layer in range(self._layers):
-                self.of(view, layer, kind, block_size)
-        return [one.buffer for one in kept]
+        fill = None if storage is None else storage.mover.filler(storage.format.dtype, kind, block_size)
+        if storage is None or fill is None or len({one.filled for one in kept}) > 1:
+            return [self.of(view, layer, kind, block_size).buffer for layer in range(self._layers)]
+        before, layout = kept[0].buffer, storage.format
+        shape, dtype = (0, PARTS[kind], layout.kv_heads, layout.head_dim), kept_dtype(kind, layout.dtype)
+        for one in kept:
+            one.reserve(full, torch.empty(shape, dtype=dtype, device="cpu"))
+        buffers = [one.buffer for one in kept]
+        fill((storage.k, storage.v), layout.dtype, tables, kind, block_size, kept[0].filled, full, buffers)
+        for one in kept:
+            one.filled = full
+        self.version += kept[0].buffer is not before
+        return buffers
 
     def codes(self, kind: str, block_size: int) -> list[BlockCodes]:
         """What is known of each layer's summaries in 4 bits (see block_codes.py), once :meth:`full` was asked for;

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.cpu_readings import Kept, Listed, Shared
+from saccade.ops.cpu_readings import Listed, Reads
 from saccade.ops.cpu_structs import native
 from saccade.ops.tallies import BESIDE
 from saccade.selection.forms import MOST, Summarized
@@ -47,7 +47,7 @@ class HostState(DeviceState):
         """The fields of a ListedLayer beside its tally."""
         return {}
 
-    def reads(self, length: int, window: WindowMethod | None = None) -> Listed | Shared | Kept | None:
+    def reads(self, length: int, window: WindowMethod | None = None) -> Reads | None:
         """What a row that sees ``length`` keys reads in every layer; None where that is everything. ``window``: its
         policy's, for those that serve ``windows``."""
         keys = self.keys(length)

@@ -204,7 +204,20 @@ class HShare(Method):
                 state.sets, state.since = donor.sets, donor.since
                 query.cost.searches = 0
             else:
-                self._retrieve(query, state)
+                first, last = self.sinks, shape.k_len - self.local
+                if state.labels is None:
+                    best = self._best(query, first, last)
+                else:
+                    state.labels.extend(query.kv)
+                    best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
+                state.sets, state.since = best[state.donor], last  # others' rows repeat their donors'
+                heads = len(set(state.donor)) * shape.heads // len(state.donor)
+                work = -(-shape.k_len * heads // shape.heads)
+                query.cost.searches = heads
+                if state.labels is None:
+                    query.cost.scored += work
+                else:
+                    query.cost.estimated += work
         else:
             query.cost.searches = 0
         return around(shape, state.sets, self.sinks, state.since)
@@ -223,27 +236,12 @@ class HShare(Method):
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedSets(opening, self)
 
-    def _retrieve(self, query: Query, state: Shared) -> None:
-        """New sets for the units that share with nobody; the others' rows repeat their donors'."""
-        shape, first, last = query.shape, self.sinks, query.shape.k_len - self.local
-        if state.labels is None:
-            logits = [
-                row_logits(query.q, query.kv, shape, g, 0, 1, query.scale, query.softcap)[:, 0]
-                for g in range(shape.kv_heads)
-            ]
-            scores = torch.cat([one if self.unit == "q_head" else one.mean(0, keepdim=True) for one in logits])
-            best = (top_places(scores[:, first:last], self.heavy) + first).to(torch.int32)
-        else:
-            state.labels.extend(query.kv)
-            best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
-        state.sets, state.since = best[state.donor], last
-        heads = len(set(state.donor)) * shape.heads // len(state.donor)
-        work = -(-shape.k_len * heads // shape.heads)
-        query.cost.searches = heads
-        if state.labels is None:
-            query.cost.scored += work
-        else:
-            query.cost.estimated += work
+    def _best(self, query: Query, first: int, last: int) -> Tensor:
+        """The ``heavy`` keys of ``first .. last - 1`` of highest logits for each unit: int32 [units, heavy], rising."""
+        shape, rest = query.shape, (0, 1, query.scale, query.softcap)
+        logits = [row_logits(query.q, query.kv, shape, g, *rest)[:, 0] for g in range(shape.kv_heads)]
+        scores = torch.cat([one if self.unit == "q_head" else one.mean(0, keepdim=True) for one in logits])
+        return (top_places(scores[:, first:last], self.heavy) + first).to(torch.int32)
 
     def _critical(self, segment: Chunk) -> Tensor:
         """The ``heavy`` keys of most weight of the turn's last rows that see more."""

@@ -187,7 +187,7 @@ class RocketKV(SnapKV):
         if max(blocks) <= wanted:
             return state.select(shape)
         query.cost.estimated += max(blocks)
-        scores = self._scores(query, state, counts)
+        scores = self._scores(query, state, counts, *state.extremes(query.kv, counts))
         lists = []
         for unit, (count, has) in enumerate(zip(counts, blocks)):
             chosen = top_places(scores[unit : unit + 1, :has], min(wanted, has))[0]
@@ -211,13 +211,13 @@ class RocketKV(SnapKV):
     def device_state(self, opening: Opening) -> DeviceState:
         return DeviceState(opening)
 
-    def _scores(self, query: Query, state: RocketKept, counts: list[int]) -> Tensor:
+    def _scores(self, query: Query, state: RocketKept, counts: list[int], low: Tensor, high: Tensor) -> Tensor:
         """What a key of each block is estimated to weigh, meaned over the unit's query heads: fp32 [units, blocks]."""
         units, size = len(counts), state.size
         q = query.q[:, 0].float().unflatten(0, (units, -1))  # [U, g, d]
         which = top_places(q.abs().sum(1), state.channels)[:, None]  # [U, 1, r]
         part = q.gather(2, which.expand(-1, q.shape[1], -1))
-        low, high = (one.gather(2, which.expand(-1, one.shape[1], -1)) for one in state.extremes(query.kv, counts))
+        low, high = (one.gather(2, which.expand(-1, one.shape[1], -1)) for one in (low, high))
         toward = torch.where(part.sum(1, keepdim=True) > 0, high, low)  # [U, blocks, r]
         share = part.abs().sum(2) / q.abs().sum(2).clamp(min=TINY)
         logits = part @ toward.transpose(1, 2) * (query.scale / share.clamp(min=TINY).sqrt())[..., None]

@@ -58,37 +58,34 @@ class TopP(WholeMethod):
         return self.prefill
 
     def select_prefill(self, chunk: Chunk) -> Selection:
-        return self._select(chunk) if self.prefill else Dense(chunk.shape)
+        return self.select_decode(chunk) if self.prefill else Dense(chunk.shape)
 
     def whole_upto(self, opening: Opening) -> int:
         return MOST if self.p >= 1 else max(self.dense_upto, self.sinks + self.local)
 
-    def select_decode(self, query: Query, state: Any) -> Selection:
-        return Dense(query.shape) if query.shape.k_len <= self.dense_upto else self._select(query)
-
-    def _select(self, chunk: Chunk) -> Selection:
-        shape = chunk.shape
-        if self.p >= 1 or shape.k_len <= self.sinks + self.local:
+    def select_decode(self, query: Chunk, state: Any = None) -> Selection:
+        shape, forced = query.shape, self.sinks + self.local
+        if self.p >= 1 or shape.k_len <= (max(self.dense_upto, forced) if isinstance(query, Query) else forced):
             return Dense(shape)
-        chunk.cost.scored += shape.causal_pairs
+        query.cost.scored += shape.causal_pairs
         lists: list[list[torch.Tensor]] = []  # [kv head and unit within][row]
         for kv_head in range(shape.kv_heads):
             units: list[list[torch.Tensor]] = [[] for _ in range(shape.group if self.unit == "q_head" else 1)]
             for start in range(0, shape.q_len, TILE_ROWS):
                 stop = min(start + TILE_ROWS, shape.q_len)
-                for unit, mask in zip(units, self._tile(chunk, kv_head, start, stop)):
+                scores = row_logits(query.q, query.kv, shape, kv_head, start, stop, query.scale, query.softcap)
+                for unit, mask in zip(
+                    units, self._heaviest(torch.softmax(scores, -1).double(), shape.rows[start:stop])
+                ):
                     unit += [row.nonzero()[:, 0].to(torch.int32) for row in mask]
             lists += units
         return Tokens.from_lists(shape, [row for unit in lists for row in unit])
 
-    def _tile(self, chunk: Chunk, kv_head: int, start: int, stop: int) -> torch.Tensor:
-        """bool [units of the KV head, rows, k_len]: what rows ``start .. stop - 1`` read."""
-        shape = chunk.shape
-        scores = row_logits(chunk.q, chunk.kv, shape, kv_head, start, stop, chunk.scale, chunk.softcap)
-        weights = torch.softmax(scores, -1).double()
+    def _heaviest(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """bool [units of the KV head, rows, k_len]: what ``rows`` (positions) of its group's ``weights`` read."""
         if self.unit == "kv_head":
             weights = weights.mean(0, keepdim=True)
-        keys, rows = torch.arange(shape.k_len, device=shape.device), shape.rows[start:stop, None]
+        keys, rows = torch.arange(weights.shape[-1], device=rows.device), rows[:, None]
         forced = ((keys < self.sinks) | (rows - keys < self.local)) & (keys <= rows)
         read = (weights * forced).sum(-1, keepdim=True)
         heavier = read + needed_shares(weights.masked_fill(forced, 0.0)) * (1 - read)

@@ -109,7 +109,8 @@ def read_weights(
     convert: Callable[[Matrix], Matrix] | None = None,
 ) -> LlamaWeights:
     """The weights of ``model``, whose modules say of what sizes, scales and windows they are and need hold no memory
-    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
+    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side, and
+    of quantised weights gate and up. ``convert`` makes other
     matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
     embedding = None if config.tie_word_embeddings else source.matrix("model.embed_tokens", use="table")
@@ -144,8 +145,9 @@ def _layer(
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)
-    if convert is not None:
+    if convert is not None or (join and not isinstance(made["gate"], DenseMatrix)):  # whose kernel takes both apart
         both = _joined(made, ("gate", "up"), convert)
+    if convert is not None:
         made.update({part: convert(made[part]) for part in ("output", "down")})
 
     def norm(name: str, of: Any) -> Norm:
@@ -181,7 +183,7 @@ def _for_rows_in_e4m3(parts: list[Matrix]) -> Callable[[Matrix], Matrix] | None:
 
 
 def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
-    """Matrices of ``made`` as one, of which theirs become parts; None where they are of several formats."""
+    """Matrices of ``made`` as one, of which theirs become parts; None where they cannot be joined."""
     parts = [made[name] for name in names]
     if not all(parts[0].alike(part) for part in parts):
         return None

@@ -6,7 +6,7 @@ length-dependent rotary factors must not depend on what else is in the batch, an
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -100,12 +100,10 @@ class HFRunner:
     @torch.inference_mode()
     def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any) -> Tensor:
         """What :meth:`steps` does with the same arguments, without a stop: returns the logits."""
-        steps = self.steps(token_ids, positions, ctx, **asked)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as ended:
-                return ended.value
+        logits: list[Tensor] = []
+        for _ in self.steps(token_ids, positions, ctx, take=logits.append, **asked):
+            pass
+        return logits[0]
 
     @torch.inference_mode()
     def steps(
@@ -114,6 +112,7 @@ class HFRunner:
         positions: Tensor,
         ctx: AttentionContext,
         *,
+        take: Callable[[Tensor], None],
         segments: Sequence[Segment],
         logit_rows: Tensor,
         scored: ScoredRows | None = None,
@@ -122,12 +121,12 @@ class HFRunner:
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
         whole: WholeRows | None = None,
-    ) -> Generator[int, None, Tensor]:
+    ) -> Generator[int, None, None]:
         """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
         run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
         place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
-        its layers. Returns float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state
-        where it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What
+        its layers. ``take`` gets float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden
+        state where it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What
         outlives a stop is its own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several
         rows; those of one row are lent until the next pass."""
         _check_rows(token_ids, positions, segments)
@@ -176,7 +175,7 @@ class HFRunner:
         if scored is not None:
             for first in range(0, len(scored.rows), SCORED_SLICE):
                 scored.visit(first, self.logits(hidden[sent(scored.rows[first : first + SCORED_SLICE], device)]))
-        return self.logits(hidden[sent(logit_rows, device)])
+        take(self.logits(hidden[sent(logit_rows, device)]))
 
     def _run_parts(self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder) -> None:
         """All layers, in place. While one part's rows are attended, the next layer of the others is computed."""

@@ -1,22 +1,32 @@
 """Weights in blocks along their rows, as GGUF files hold them (ggml-common.h): few bits a weight, and a scale for every
 block. Here they are multiplied as they lie, dequantised a piece of one matrix at a time; a CPU's kernels have them in
-planes (``ops.planes``).
+planes (``ops.planes``), a GPU's in tiles (``ops.tile_weights``).
 
 A format is a subclass here, which says what every weight is worth. Kernels that read its blocks (csrc/plane_blocks.h,
-``ops.triton.block_products``) equal it bit for bit.
+``ops.tile_weights``) equal it bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.ops import triton
 from saccade.ops.dequantised import DequantisedMatrix
+
+
+class BlockParts(NamedTuple):
+    """What n blocks hold. A weight is ``scale * factor * (code - zero) - least * minimum``, in float32, where the last
+    product but one of these is exact: a product of at most 24 bits."""
+
+    codes: Tensor  # uint8 [n, block]
+    scale: Tensor  # float16 [n, 1]
+    factors: Tensor | None = None  # uint8 or int8 [n, groups]: of each run of channels; None: 1
+    least: Tensor | None = None  # float16 [n, 1]; None: nothing is taken off
+    minima: Tensor | None = None  # uint8 [n, groups]; None: 1
 
 
 class BlockMatrix(DequantisedMatrix):
@@ -24,6 +34,7 @@ class BlockMatrix(DequantisedMatrix):
 
     block: ClassVar[int]  # weights
     block_bytes: ClassVar[int]
+    zero: ClassVar[int] = 0  # what is taken off a code
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -34,28 +45,31 @@ class BlockMatrix(DequantisedMatrix):
         return type(self)(stored[0], bias)
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
-        """float32 [n, block] of ``blocks`` uint8 [n, block_bytes]."""
+    def parts(blocks: Tensor) -> BlockParts:
+        """Of ``blocks`` uint8 [n, block_bytes], where codes are numbers; a format whose codes stand for other ones says
+        its ``values``."""
         raise NotImplementedError
+
+    @classmethod
+    def values(cls, blocks: Tensor) -> Tensor:
+        """float32 [n, block] of ``blocks`` uint8 [n, block_bytes]."""
+        codes, scale, factors, least, minima = cls.parts(blocks)
+        scales = scale.float() if factors is None else scale.float() * factors.float()
+        made = _scaled(codes.float() - cls.zero, scales)
+        if least is None:
+            return made
+        off = least.float() if minima is None else least.float() * minima.float()
+        return made - off.repeat_interleave(made.shape[1] // off.shape[1], 1)
 
     def dequantised(self, which: Tensor | slice) -> Tensor:
         """See :class:`DequantisedMatrix`."""
         rows = self.weight[which]
         return self.values(rows.reshape(-1, self.block_bytes)).view(rows.shape[0], self.channels)
 
-    def product(self, x: Tensor) -> Tensor:
-        """See :class:`Matrix`."""
-        if x.is_cuda and triton.available():
-            from saccade.ops.triton import block_products  # needs Triton
-
-            if block_products.serves(x, self):
-                return block_products.product(x, self)
-        return super().product(x)
-
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """float32 [n, 1] of the half-precision numbers at byte ``at`` of each block."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    """float16 [n, 1]: the numbers at byte ``at`` of each block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _fields(stored: Tensor, bits: int, run: int) -> Tensor:
@@ -77,11 +91,12 @@ class Q4_0(BlockMatrix):
     format = "Q4_0"
     block = 32
     block_bytes = 18
+    zero = 8
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        return (_fields(blocks[:, 2:], 4, 16).float() - 8) * _half(blocks, 0)
+        return BlockParts(_fields(blocks[:, 2:], 4, 16), _half(blocks, 0))
 
 
 class Q4_1(BlockMatrix):
@@ -92,9 +107,9 @@ class Q4_1(BlockMatrix):
     block_bytes = 20
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        return _fields(blocks[:, 4:], 4, 16).float() * _half(blocks, 0) + _half(blocks, 2)
+        return BlockParts(_fields(blocks[:, 4:], 4, 16), _half(blocks, 0), least=-_half(blocks, 2))
 
 
 class Q5_0(BlockMatrix):
@@ -103,12 +118,13 @@ class Q5_0(BlockMatrix):
     format = "Q5_0"
     block = 32
     block_bytes = 22
+    zero = 16
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         codes = _fields(blocks[:, 6:], 4, 16) | _fields(blocks[:, 2:6], 1, 1) << 4
-        return (codes.float() - 16) * _half(blocks, 0)
+        return BlockParts(codes, _half(blocks, 0))
 
 
 class Q5_1(BlockMatrix):
@@ -119,10 +135,10 @@ class Q5_1(BlockMatrix):
     block_bytes = 24
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         codes = _fields(blocks[:, 8:], 4, 16) | _fields(blocks[:, 4:8], 1, 1) << 4
-        return codes.float() * _half(blocks, 0) + _half(blocks, 2)
+        return BlockParts(codes, _half(blocks, 0), least=-_half(blocks, 2))
 
 
 class Q8_0(BlockMatrix):
@@ -131,11 +147,12 @@ class Q8_0(BlockMatrix):
     format = "Q8_0"
     block = 32
     block_bytes = 34
+    zero = 128
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+        return BlockParts(blocks[:, 2:] ^ 128, _half(blocks, 0))  # a signed byte, plus 128
 
 
 class Q2_K(BlockMatrix):
@@ -146,12 +163,10 @@ class Q2_K(BlockMatrix):
     block_bytes = 84
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        packed = blocks[:, :16]
-        least = _half(blocks, 82) * (packed >> 4).float()
-        scaled = _scaled(_fields(blocks[:, 16:80], 2, 32), _half(blocks, 80) * (packed & 15).float())
-        return scaled - least.repeat_interleave(16, 1)
+        packed, codes = blocks[:, :16], _fields(blocks[:, 16:80], 2, 32)
+        return BlockParts(codes, _half(blocks, 80), packed & 15, _half(blocks, 82), packed >> 4)
 
 
 class Q3_K(BlockMatrix):
@@ -160,21 +175,22 @@ class Q3_K(BlockMatrix):
     format = "Q3_K"
     block = 256
     block_bytes = 110
+    zero = 4
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         scales = _fields(blocks[:, 96:104], 4, 8) | _fields(blocks[:, 104:108], 2, 4) << 4
         codes = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
-        return _scaled(codes.float() - 4, _half(blocks, 108) * (scales.float() - 32))
+        return BlockParts(codes, _half(blocks, 108), scales.view(torch.int8) - 32)
 
 
 def _scales_and_minima(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Two float32 [n, 8] of uint8 [n, 12]: eight scales and eight minima of 6 bits, the upper two of half of them in
+    """Two uint8 [n, 8] of uint8 [n, 12]: eight scales and eight minima of 6 bits, the upper two of half of them in
     what the bytes of the others leave free."""
     low, least, rest = stored.split(4, dim=1)
     scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], 1)
-    return scales.float(), torch.cat([least & 63, rest >> 4 | least >> 2 & 48], 1).float()
+    return scales, torch.cat([least & 63, rest >> 4 | least >> 2 & 48], 1)
 
 
 class Q4_K(BlockMatrix):
@@ -185,11 +201,10 @@ class Q4_K(BlockMatrix):
     block_bytes = 144
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         scales, minima = _scales_and_minima(blocks[:, 4:16])
-        scaled = _scaled(_fields(blocks[:, 16:], 4, 32), _half(blocks, 0) * scales)
-        return scaled - (_half(blocks, 2) * minima).repeat_interleave(32, 1)
+        return BlockParts(_fields(blocks[:, 16:], 4, 32), _half(blocks, 0), scales, _half(blocks, 2), minima)
 
 
 class Q5_K(BlockMatrix):
@@ -200,11 +215,11 @@ class Q5_K(BlockMatrix):
     block_bytes = 176
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         scales, minima = _scales_and_minima(blocks[:, 4:16])
         codes = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4
-        return _scaled(codes, _half(blocks, 0) * scales) - (_half(blocks, 2) * minima).repeat_interleave(32, 1)
+        return BlockParts(codes, _half(blocks, 0), scales, _half(blocks, 2), minima)
 
 
 class Q6_K(BlockMatrix):
@@ -213,13 +228,13 @@ class Q6_K(BlockMatrix):
     format = "Q6_K"
     block = 256
     block_bytes = 210
+    zero = 32
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         codes = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
-        scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-        return _scaled(codes.float() - 32, _half(blocks, 208) * scales)
+        return BlockParts(codes, _half(blocks, 208), blocks[:, 192:208].contiguous().view(torch.int8))
 
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -246,7 +261,7 @@ class IQ4_NL(BlockMatrix):
     @staticmethod
     def values(blocks: Tensor) -> Tensor:
         """See :class:`BlockMatrix`."""
-        return _looked_up(_fields(blocks[:, 2:], 4, 16), _NONLINEAR) * _half(blocks, 0)
+        return _looked_up(_fields(blocks[:, 2:], 4, 16), _NONLINEAR) * _half(blocks, 0).float()
 
 
 class IQ4_XS(BlockMatrix):
@@ -261,7 +276,7 @@ class IQ4_XS(BlockMatrix):
         """See :class:`BlockMatrix`."""
         scales = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
         codes = _looked_up(_fields(blocks[:, 8:], 4, 16), _NONLINEAR)
-        return _scaled(codes, _half(blocks, 0) * (scales.float() - 32))
+        return _scaled(codes, _half(blocks, 0).float() * (scales.float() - 32))
 
 
 class MXFP4(BlockMatrix):

@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
-from saccade.ops.cpu_readings import Kept, Listed, Readings, Shared
+from saccade.ops.cpu_readings import Reads
 from saccade.ops.cpu_structs import address, native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS, RowLayers
 from saccade.ops.layout import written as checked
@@ -82,7 +82,7 @@ class PlannedRow(NamedTuple):
     row: int
     position: int
     table: Tensor
-    reads: Readings | Listed | Shared | Kept | None = None
+    reads: Reads | None = None
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
     length: int = 1
@@ -284,12 +284,9 @@ class PlannedRows:
         return self._lse
 
     def ruled(self, i: int) -> Ruled | None:
-        """What rules let row ``i`` do in the last step; None where it asked none."""
-        row = self._rows[i]
-        units = _units(row)
-        if not row.summaries or not units:
-            return None
-        return Ruled(self._used[i, :, :units], self._coverage[i, :, :units])
+        """What rules let row ``i`` do in the last step, if it was long enough to ask them; None where it has none."""
+        units = _units(self._rows[i])
+        return Ruled(self._used[i, :, :units], self._coverage[i, :, :units]) if units else None
 
 
 def _units(row: PlannedRow) -> int:

@@ -12,7 +12,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import ALL_KEYS, band_keys, codes_of, native
 from saccade.selection import Cone
-from saccade.selection.readings import CHOICE, ENDS, Reading
+from saccade.selection.readings import CHOICE, ENDS, Choice, Reading
 
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
 
@@ -114,6 +114,22 @@ class Shared(NamedTuple):
         step.shares(row, self.keys, self.layers)
 
 
+class Guessed(NamedTuple):
+    """Blocks in the order of what labels of their keys guess, for a rule: ``choice`` a struct BlockChoice, ``layers`` a
+    struct LabelKeys each, for so many ``units``."""
+
+    choice: Any
+    layers: Sequence[Any]
+    units: int
+    tallied: bool = False
+
+    def tell(
+        self, step: Any, row: int, length: int, summaries: Any, codes: Any, noted: tuple[int, int], units: int
+    ) -> None:
+        """As of :class:`Readings`."""
+        step.guesses(row, self.choice, self.layers, *noted, units)
+
+
 class Kept(NamedTuple):
     """Keys that are left of lists: ``keys`` a struct KeptKeys, ``layers`` a struct KeptLayer each."""
 
@@ -125,6 +141,9 @@ class Kept(NamedTuple):
     def tell(self, step: Any, row: int, *_: Any) -> None:
         """As of :class:`Readings`."""
         step.keeps(row, self.keys, self.layers)
+
+
+Reads = Readings | Guessed | Listed | Shared | Kept
 
 
 def _addresses(summaries: Sequence[Tensor]) -> tuple[list[int], list[int]]:
@@ -139,12 +158,16 @@ def _ends(reading: Reading) -> Any:
 
 
 def _choice(reading: Reading) -> Any:
-    choice = reading.choice
-    assert choice is not None
+    assert reading.choice is not None
+    return block_choice(reading.choice)
+
+
+def block_choice(choice: Choice) -> Any:
+    """A struct BlockChoice."""
     common = {
         "size": choice.size,
         "units": choice.units,
-        "parts": SUMMARIES[choice.source.summary],
+        "parts": 0 if choice.labelled else SUMMARIES[choice.source.summary],
         "first": choice.first,
         "last": choice.last,
     }
@@ -157,6 +180,8 @@ def _choice(reading: Reading) -> Any:
         epsilon=rule.epsilon,
         least=rule.rest == "min",
         mean=rule.stop == "mean",
+        guessed=rule.rest == "estimate",
+        margin=rule.margin,
     )
 
 

@@ -88,11 +88,15 @@ class Matrix(ABC):
     @staticmethod
     def join(parts: Sequence[Matrix]) -> Matrix:
         """Matrices that are :meth:`alike`, of the same channels, as one, their outputs one after another."""
-        bias = None
-        if any(part.bias is not None for part in parts):
-            kept = next(part.bias for part in parts if part.bias is not None)
-            bias = torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
-        return parts[0].like([torch.cat(same) for same in zip(*(part.stored for part in parts))], bias)
+        return parts[0].like([torch.cat(same) for same in zip(*(part.stored for part in parts))], joined_bias(parts))
+
+
+def joined_bias(parts: Sequence[Matrix]) -> Tensor | None:
+    """[outputs] of all ``parts``, zeros of those that have none; None where none has."""
+    if all(part.bias is None for part in parts):
+        return None
+    kept = next(part.bias for part in parts if part.bias is not None)
+    return torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
 
 
 class DenseMatrix(Matrix):

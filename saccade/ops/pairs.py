@@ -15,4 +15,4 @@ def pairs(selection: Selection) -> Tensor:
         from saccade.ops.triton.block_pairs import pairs as on_device
 
         return on_device(read)
-    return selection.pairs()
+    return selection.unit_pairs().repeat_interleave(selection.shape.heads // selection.units)

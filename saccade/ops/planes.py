@@ -20,6 +20,7 @@ from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.dequantised import PIECE
 from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+from saccade.ops.tile_weights import tiled
 
 GROUP = 16  # rows that lie together
 FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks them
@@ -168,16 +169,17 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
 
 
 def packed(matrix: Matrix) -> Matrix:
-    """``matrix`` in planes where it is in blocks or by groups, on a CPU whose kernels read them; or as it is."""
+    """``matrix``, in blocks or by groups, as the kernels of its device read it: in planes on a CPU, in tiles on a GPU.
+    Others as they are."""
+    if isinstance(matrix, PermutedMatrix):
+        return PermutedMatrix(packed(matrix.inner), matrix.order)
     if matrix.weight.device.type == "cpu" and cpu.available():
         if isinstance(matrix, BlockMatrix):
             return PlaneMatrix.of_blocks(matrix)
-        if isinstance(matrix, PermutedMatrix):
-            return PermutedMatrix(packed(matrix.inner), matrix.order)
         if isinstance(matrix, GroupMatrix) and matrix.format in FORMATS:
             scales, zeros = matrix.scales.contiguous(), matrix.zeros.contiguous()
             return FORMATS[matrix.format].of_codes(matrix.codes().contiguous(), scales, zeros, matrix.bias)
-    return matrix
+    return tiled(matrix)
 
 
 def give_back(mapped: Tensor) -> None:

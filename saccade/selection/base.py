@@ -210,8 +210,8 @@ class Tokens(Selection):
     @classmethod
     def from_lists(cls, shape: Shape, lists: Sequence[Tensor]) -> Tokens:
         """From ``units * q_len`` lists of positions, sorted and made unique here."""
-        parts = [torch.unique(part.to(torch.int32)) for part in lists]
-        indices = torch.cat(parts)
+        parts = list(map(torch.unique, lists))
+        indices = torch.cat(parts).to(torch.int32)
         return cls(shape, offsets_of_lists(parts, indices.device), indices)
 
     def lists(self) -> list[Tensor]:

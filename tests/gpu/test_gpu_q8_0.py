@@ -16,7 +16,7 @@ from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.ops.block_weights import Q8_0
-from saccade.ops.triton import block_products
+from saccade.ops.tile_weights import FORMATS, TileMatrix, tiled
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 100])
@@ -27,10 +27,10 @@ def test_products(rows, outputs, channels, biased):
     stored = gguf.quantize(values, Kind.Q8_0)
     x = torch.randn(rows, channels, generator=generator).to("cuda", torch.bfloat16)
     bias = torch.randn(outputs, generator=generator).to("cuda", torch.bfloat16) if biased else None
-    held = Q8_0(torch.from_numpy(stored).cuda(), bias)
+    held = tiled(Q8_0(torch.from_numpy(stored).cuda(), bias))
+    assert isinstance(held, TileMatrix)
     exact = x.double() @ torch.from_numpy(gguf.dequantize(stored, Kind.Q8_0)).cuda().double().T
     exact = exact if bias is None else exact + bias.double()
-    assert block_products.serves(x, held) == (rows <= 32)
     made = held.product(x)
     most = 8e-3 if rows <= 32 else 2e-2  # products of many rows round weights to bfloat16
     torch.testing.assert_close(made.double(), exact, rtol=most, atol=most)
@@ -39,13 +39,15 @@ def test_products(rows, outputs, channels, biased):
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("name", block_products.FORMATS)
-def test_products_of_every_format(name, rows):
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_and_products_of_every_format(name, rows):
     held = blocks(name, 203, 1024, seed=3)
-    values = held.dequantised(slice(None)).double().cuda()
-    held = type(held)(held.weight.cuda())
+    stored = held.dequantised(slice(None)).cuda()
+    held = tiled(type(held)(held.weight.cuda()))
+    assert torch.equal(held.rows(torch.arange(203).cuda(), torch.float32), stored)
+    values = stored.double()
     x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)).cuda()
-    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):  # bfloat16: what the result is rounded to
+    for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)):  # results are rounded
         own = x.to(dtype)
         made, exact = held.product(own).double(), own.double() @ values.T
         assert bool(((made - exact).abs() <= most * (own.double().abs() @ values.abs().T)).all())

@@ -78,7 +78,17 @@ class HostAnchors(HostState):
         method, best = self._method, self._method.budget(length)
         if method.too_short(length):
             return None
-        self._begin(length)
+        step = length - 1 - (self._turn if method.align == "step" else 0)
+        if (block := step // method.s) != self._block:
+            self._block = block
+            self._counts.zero_()
+            self._take_counts()
+        elif int(self._counts.max()) >= min(len(own.positions) for own in self._anchors):
+            with torch.inference_mode():
+                self._take_counts()
+                for own in self._anchors:
+                    own.reserve()
+            self.lay_out()
         self._look_through(window, length)
         keys = native.SharedKeys(
             units=self._units,
@@ -105,20 +115,6 @@ class HostAnchors(HostState):
             own.first = int(own.positions[0]) if own.count else own.first
         return self.states
 
-    def _begin(self, length: int) -> None:
-        """Begin a step's block, if it is another one; make room for its anchors."""
-        step = length - 1 - (self._turn if self._method.align == "step" else 0)
-        block = step // self._method.s
-        if block != self._block:
-            self._block = block
-            self._counts.zero_()
-            self._take_counts()
-        elif int(self._counts.max()) >= min(len(own.positions) for own in self._anchors):
-            with torch.inference_mode():
-                self._take_counts()
-                self._reserve()
-            self.lay_out()
-
     def _look_through(self, window: WindowMethod | None, length: int) -> None:
         """Note what a window hides from the last of ``length`` keys in each layer."""
         if self._cones[0] is not window:
@@ -138,8 +134,4 @@ class HostAnchors(HostState):
         capacity, most = self._method.room(self.room)
         for own in self._anchors:
             own.widen(capacity, most)
-        self._reserve()
-
-    def _reserve(self) -> None:
-        for own in self._anchors:
             own.reserve()

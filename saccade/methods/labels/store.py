@@ -103,10 +103,16 @@ class Labels(MethodState):
         self.begun = self.begun or kv.length
         paged = kv.layout()
         readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0 and not kv.in_pieces
+        tile, (heads, count) = 1 if self.whole else TILE, self.channels.shape
         if self._serves(paged.k) is None and self.basis is None and readable:
-            self._extend(kv)
+            planes = (count + 1) // 2 if self.packed else count
+            codes = torch.empty(heads, 0, planes, TILE, dtype=torch.uint8, device="cpu")
+            self._make_room(-(-kv.length // TILE), codes, torch.empty(heads, 0, 2, TILE, device="cpu"))
+            paged = kv.paged(self.length // TILE * TILE)
+            pool, table = pool_of(paged.k, paged.v, paged.format.dtype), table_of(paged.block_table)
+            cpu.kernels().label_keys(pool, table, self.known(kv.length))
+            self.length = kv.length
             return
-        tile = 1 if self.whole else TILE
         for start in range(self.length // tile * tile, kv.length, STEP_KEYS):  # a tile begun is made anew
             stop = min(start + STEP_KEYS, kv.length)
             keys = kv.keys(start, stop).float()
@@ -117,7 +123,7 @@ class Labels(MethodState):
                 labels = (labels - mean) / deviation
             rows = slice(start // tile, -(-stop // tile))
             if self.whole:
-                self._codes = self._with_room(self._codes, kv.length, labels)
+                self._make_room(kv.length, labels)
                 self._codes[:, rows] = labels
             else:
                 codes, extent = self._quantized(labels)
@@ -127,21 +133,37 @@ class Labels(MethodState):
 
     def reserve(self, length: int) -> None:
         """Make room for labels of ``length`` keys, some of which there are, and for no more."""
-        rows = length if self.whole else -(-length // TILE)
-        self._codes = self._with_room(self._codes, rows, self._codes, spare=False)
-        if not self.whole:
-            self._range = self._with_room(self._range, rows, self._range, spare=False)
+        if self.whole:
+            self._make_room(length, self._codes, spare=False)
+        else:
+            self._make_room(-(-length // TILE), self._codes, self._range, spare=False)
 
     def words(self) -> KeyWords:
         """For kernels: where the labels lie."""
-        self.channels = self.channels.contiguous()
-        self.frame = None if self.frame is None else self.frame.contiguous()
+        self._in_order()
         return KeyWords(
             channels=self.channels.data_ptr(),
             codes=self._codes.data_ptr(),
             ranges=0 if self.whole else self._range.data_ptr(),
             room=self._codes.shape[1],
             frame=0 if self.frame is None else self.frame.data_ptr(),
+        )
+
+    def known(self, length: int = 0) -> Any:
+        """The same for those of a CPU, a struct LabelKeys: of ``length`` keys they label the last ones, from the tile
+        begun on."""
+        self._in_order()
+        return native.LabelKeys(
+            threads=torch.get_num_threads(),
+            channel=self.channels.data_ptr(),
+            channels=self.channels.shape[1],
+            bits=self.bits,
+            tiles=self._codes.shape[1],
+            first=min(self.length, length) // TILE * TILE,
+            last=length,
+            codes=address(self._codes),
+            range=address(self._range),
+            frame=address(self.frame),
         )
 
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
@@ -155,17 +177,16 @@ class Labels(MethodState):
         products = self._products(picked)
         return products if added is None else products.add_(added)
 
-    def block_weights(self, q: Tensor, size: int, scale: float, softcap: float | None = None) -> Tensor:
-        """The log of what each full block of ``size`` keys (8 to 1024, a power of two) weighs by its labels for each
-        query head: ``q`` [heads, head_dim] -> fp32 [heads, full blocks]."""
-        full = self.length // size
-        if self._serves(self._codes) is None and full:
+    def block_weights(self, q: Tensor, size: int, scale: float, softcap: float | None, first: int, last: int) -> Tensor:
+        """The log of what each of the full blocks ``first .. last - 1`` of ``size`` keys (8 to 1024, a power of two)
+        weighs by its labels for each query head: ``q`` [heads, head_dim] -> fp32 [heads, last - first]."""
+        if self._serves(self._codes) is None and first < last:
             picked, added = self._framed(self._picked(q, "q_head", WHOLE_BITS))
-            weights = torch.empty(q.shape[0], full, device="cpu")
-            self._run(picked, added=added, weights=weights, block=size, scale=scale, cap=softcap or 0.0)
-            return weights
-        scores = soft_capped(self.scores(q)[:, : full * size] * scale, softcap)
-        return torch.logsumexp(scores.unflatten(1, (full, size)), -1)
+            out, of = torch.empty(q.shape[0], last - first, device="cpu"), {"block": size, "first": first, "last": last}
+            self._run(picked, added=added, weights=out, scale=scale, cap=softcap or 0.0, **of)
+            return out
+        scores = soft_capped(self.scores(q)[:, first * size : last * size] * scale, softcap)
+        return torch.logsumexp(scores.unflatten(1, (last - first, size)), -1)
 
     def _framed(self, picked: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows for labels in a frame, and what is added to all their products [kv_heads * rows, 1]: the means'."""
@@ -223,44 +244,23 @@ class Labels(MethodState):
             codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
         return codes, extent
 
-    def _make_room(self, tiles: int, codes: Tensor, extent: Tensor) -> None:
-        self._codes = self._with_room(self._codes, tiles, codes)
-        self._range = self._with_room(self._range, tiles, extent)
+    def _make_room(self, rows: int, *like: Tensor, spare: bool = True) -> None:
+        """Have codes, and ranges if there are any, ``like`` these [G, any, ...] with room for ``rows`` of the second
+        axis; ``spare``: and for as many again as there are, as who makes room key by key needs."""
+        for name, one in zip(("_codes", "_range"), like):
+            buffer = getattr(self, name)
+            if self.length and rows <= buffer.shape[1]:
+                continue
+            twice = 2 * buffer.shape[1] if self.length and spare else 0
+            grown = one.new_empty(one.shape[0], max(rows, twice), *one.shape[2:])
+            if self.length:
+                grown[:, : buffer.shape[1]] = buffer
+            setattr(self, name, grown)
 
-    def _with_room(self, buffer: Tensor, rows: int, like: Tensor, spare: bool = True) -> Tensor:
-        """``buffer``, or a larger one like ``like`` [G, any, ...] with its content, for ``rows`` of the second axis;
-        ``spare``: and for as many again as there are, as who makes room key by key needs."""
-        if self.length and rows <= buffer.shape[1]:
-            return buffer
-        twice = 2 * buffer.shape[1] if self.length and spare else 0
-        grown = like.new_empty(like.shape[0], max(rows, twice), *like.shape[2:])
-        if self.length:
-            grown[:, : buffer.shape[1]] = buffer
-        return grown
-
-    def _extend(self, kv: KVView) -> None:
-        """``extend`` by the kernel."""
-        kv_heads, count = self.channels.shape
-        planes = (count + 1) // 2 if self.packed else count
-        codes = torch.empty(kv_heads, 0, planes, TILE, dtype=torch.uint8, device="cpu")
-        extent = torch.empty(kv_heads, 0, 2, TILE, device="cpu")
-        self._make_room(-(-kv.length // TILE), codes, extent)
-        channels, frame = self.channels.contiguous(), None if self.frame is None else self.frame.contiguous()
-        paged = kv.paged(self.length // TILE * TILE)
-        wanted = native.LabelKeys(
-            threads=torch.get_num_threads(),
-            channel=channels.data_ptr(),
-            channels=count,
-            bits=self.bits,
-            tiles=self._codes.shape[1],
-            first=self.length // TILE * TILE,
-            last=kv.length,
-            codes=address(self._codes),
-            range=address(self._range),
-            frame=address(frame),
-        )
-        cpu.kernels().label_keys(pool_of(paged.k, paged.v, paged.format.dtype), table_of(paged.block_table), wanted)
-        self.length = kv.length
+    def _in_order(self) -> None:
+        """Have what kernels read by address lie as they take it for granted."""
+        self.channels = self.channels.contiguous()
+        self.frame = None if self.frame is None else self.frame.contiguous()
 
     def _serves(self, of: Tensor) -> str | None:
         """Why the kernels cannot work on ``of``, the keys or the codes; None where they can."""

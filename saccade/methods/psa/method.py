@@ -15,9 +15,11 @@ from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
+from saccade.methods.host_state import HostState
 from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate
+from saccade.methods.psa.host import HostKeys
 from saccade.methods.psa.recorded import RecordedKeys
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
@@ -124,7 +126,7 @@ class PSA(BlockMethod):
             if self.rank == "keys":
                 state = keys_in_few_bits(query.kv, self.bits) if state is None else state
                 state.extend(query.kv)
-                guess = state.block_weights(query.q[:, 0], size, query.scale, query.softcap)[:, SINK_BLOCKS:stop]
+                guess = state.block_weights(query.q[:, 0], size, query.scale, query.softcap, SINK_BLOCKS, stop)
                 query.cost.estimated += shape.k_len
             else:
                 summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
@@ -171,6 +173,12 @@ class PSA(BlockMethod):
 
     def whole_upto(self, opening: Opening) -> int:
         return self.dense_upto
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        if opening.length <= self.dense_upto:
+            return super().host_state(opening)
+        plan = None if opening.windowed or self.rank != "keys" else self.device_plan(opening.spec)
+        return None if plan is None or plan.choice is None else HostKeys(opening, plan.choice)
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedKeys(opening, self.bits) if self.rank == "keys" else super().device_state(opening)

@@ -1,0 +1,137 @@
+"""Weights in tiles, as a GPU's kernels read them, under Triton's interpreter: values against torch's dequantisers, bit
+for bit, and products against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_planes import blocks, draw
+
+from saccade.errors import SaccadeError
+from saccade.ops.block_weights import FORMATS as BLOCKS
+from saccade.ops.dequantised import DequantisedMatrix
+from saccade.ops.group_weights import FORMATS as GROUPS
+from saccade.ops.group_weights import packed_codes
+from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileMatrix, tiled
+from saccade.ops.triton import tile_products
+
+
+def stored(name: str, outputs: int, channels: int, wild: bool) -> DequantisedMatrix:
+    """All bytes at random but for the scales, which are such as models have, or of every size: ``wild``."""
+    if name in BLOCKS:
+        return blocks(name, outputs, channels, seed=3, wild=wild)
+    kind, rng = GROUPS[name], np.random.default_rng(3)
+    codes, zeros = (
+        torch.from_numpy(rng.integers(0, 1 << kind.bits, (outputs, count), dtype=np.uint8))
+        for count in (channels, channels // kind.group)
+    )
+    scales = draw(*zeros.shape, seed=5) * (2.0 ** rng.integers(-26, 8) if wild else 0.02)
+    return kind(packed_codes(codes, kind.bits), scales.to(FORMATS[name].layout.kind), zeros)
+
+
+@pytest.mark.parametrize(("name", "wild"), [*((name, False) for name in FORMATS), *((name, True) for name in _BITS)])
+def test_values_and_products_equal_the_dequantised_weights(name, wild):
+    """More outputs than whole tiles have; channels that fill no whole span of most formats; rows that lie apart; scales
+    as models have them, and of every size."""
+    channels = {256: 768, 32: 96}.get(FORMATS[name].layout.group, 384)
+    held = stored(name, TILE + 35, channels, wild)
+    made = TileMatrix.of_weights(held)
+    assert (made.outputs, made.channels, made.format) == (TILE + 35, channels, name)
+    ids = torch.tensor([98, 0, 3, 63, 64, 3])
+    assert torch.equal(made.rows(ids, torch.float32), held.rows(ids, torch.float32))
+    values = held.dequantised(slice(None))
+    assert torch.equal(tile_products.values(made, range(1, 99), torch.float32), values[1:])
+    x = draw(3, 2 * channels, seed=4)[:, ::2]
+    exact = x.double() @ values.double().T
+    most = x.double().abs() @ values.double().abs().T  # what rounding is relative to
+    got = made.product(x)
+    assert bool(((got - exact).abs() <= 2e-6 * most).all())
+    assert torch.equal(made.product(x[1:2]), got[1:2])
+    many = made.product(x.repeat(12, 1))  # unpacked
+    assert bool(((many[:3] - exact).abs() <= 2e-6 * most).all())
+
+
+def test_halves_and_sums_that_programs_share():
+    held = blocks("Q4_K", TILE, 1024, seed=3)
+    bias, x = draw(TILE, seed=5).half(), draw(9, 1024, seed=4).half()
+    made = TileMatrix.of_weights(type(held)(held.weight, bias))
+    assert tile_products._splits(1, 8, 4) == 4
+    exact = x.double() @ held.dequantised(slice(None)).double().T + bias.double()
+    assert bool(((made.product(x) - exact).abs() <= 1e-3 * (1 + exact.abs())).all())
+
+
+def test_parts_of_whole_tiles_are_one_matrix():
+    whole = TileMatrix.of_weights(type(held := blocks("Q6_K", 200, 512))(held.weight, draw(200)))
+    parts, x = whole.split([64, 128, 8]), draw(2, 512)
+    assert [part.outputs for part in parts] == [64, 128, 8]
+    assert torch.equal(torch.cat([part.product(x) for part in parts], 1), whole.product(x))
+    joined = whole.join(parts)
+    assert torch.equal(joined.weight, whole.weight)
+    assert torch.equal(joined.bias, whole.bias)
+    with pytest.raises(SaccadeError, match="multiples of 64 outputs"):
+        whole.split([8, 192])
+    with pytest.raises(SaccadeError, match="multiples of 64 outputs"):
+        whole.join(parts[::-1])
+
+
+@pytest.mark.parametrize("magic", [0x4300, 0x6400])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_assembly_makes_codes_less_their_zero(name, magic):
+    """Which the interpreter cannot run: here on pairs of numbers."""
+    layout, rng = FORMATS[name].layout, np.random.default_rng(0)
+    word, further = rng.integers(0, 1 << 32, (2, 500), dtype=np.uint32)
+    for part in range(layout.span // layout.part):
+        field = part % (16 // layout.bits)
+        text = tile_products._assembly.fn(
+            layout.bits, layout.more, field * layout.bits, part * layout.more, layout.zero, magic
+        )
+        made = run(text, {"$1": word, "$2": further}, magic)
+        want = word.view(np.uint16) >> field * layout.bits & (1 << layout.bits) - 1
+        if layout.more:
+            want = want | (further.view(np.uint16) >> part * layout.more & (1 << layout.more) - 1) << layout.bits
+        assert (made == want.astype(np.float32) - layout.zero).all()
+
+
+OPERATIONS = {
+    "mov": lambda a: a,
+    "shr": lambda a, b: a >> b,
+    "shl": lambda a, b: a << b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "lop3": lambda a, b, c, _: a & b | c,
+}
+
+
+def run(text: str, registers: dict[str, np.ndarray], magic: int) -> np.ndarray:
+    """float32 [2n]: what PTX of the instructions below makes of words of two 16-bit floats."""
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.full(500, int(name, 0), dtype=np.uint32)
+
+    def floats(bits: np.ndarray) -> np.ndarray:
+        halves = bits.view(np.uint16)
+        if magic == 0x6400:
+            return halves.view(np.float16).astype(np.float32)
+        return (halves.astype(np.uint32) << 16).view(np.float32)
+
+    for line in text.removeprefix("{ .reg .b32 t, h, m, o; ").removesuffix(" }").split("; "):
+        operation, rest = line.removesuffix(";").split(" ", 1)
+        to, *given = rest.split(", ")
+        a, *more = map(value, given)
+        kind = operation.split(".")[0]
+        if kind == "fma":
+            assert floats(more[0]).tolist() == [1.0] * 1000
+            return floats(a) + floats(more[1])
+        if kind == "lop3":
+            assert given[3] == "0xEA"
+        registers[to] = OPERATIONS[kind](a, *more)
+    raise AssertionError("nothing was made")
+
+
+def test_what_is_on_a_cpu_stays_in_blocks():
+    for name in [*BLOCKS, *GROUPS]:
+        if name in FORMATS:
+            held = stored(name, 3, 512, False)
+            assert tiled(held) is held
