@@ -75,7 +75,11 @@ def main() -> None:
             found = log_softmax(logits(models[way[0]], piece, way[1])[:-1], -1)
             losses[way] += (-found.gather(1, torch.tensor(piece[1:])[:, None])[:, 0]).tolist()
             true = found if true is None else true
-            kl[way].append(float(sum((a.exp() * (a - b)).sum(-1).sum() for a, b in zip(true.split(64), found.split(64))) / len(true)))
+            kl[way].append(
+                float(
+                    sum((a.exp() * (a - b)).sum(-1).sum() for a, b in zip(true.split(64), found.split(64))) / len(true)
+                )
+            )
         for dtype, rows in WAYS if first + args.length >= len(ids) else WAYS[1:2]:
             way = dtype, rows
             error = statistics.stdev(kl[way]) / len(kl[way]) ** 0.5 if len(kl[way]) > 1 else 0.0

@@ -19,7 +19,7 @@ from saccade.kv.row_formats import format_called
 from saccade.machine import best_device, check_threads, folder_and_size, gpu_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
-from saccade.ops.fp8 import QUANTIZATIONS
+from saccade.ops.group_rounding import QUANTIZATIONS
 
 UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)

@@ -41,6 +41,10 @@ class WeightSource(Protocol):
         """What matrix the tensor is the weight of."""
         ...
 
+    def read(self, part: Tensor) -> None:
+        """Let go of ``part`` of a tensor as :meth:`tensor` gave it, which nobody reads again."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class LlamaWeights:
@@ -126,7 +130,8 @@ def matrix_of(source: WeightSource, name: str, bias: bool = False, use: Use = "m
     """The matrix that is stored under ``name``, with its ``bias`` if it has one."""
     weight = f"{name}.weight"
     stored = source.tensor(weight, use)
-    return packed(source.format(weight)(stored, source.tensor(f"{name}.bias", "vector") if bias else None))
+    matrix = source.format(weight)(stored, source.tensor(f"{name}.bias", "vector") if bias else None)
+    return packed(matrix, source.read)
 
 
 def _window(attention: Any, config: Any) -> int | None:
@@ -197,3 +202,6 @@ class NamedTensors:
     def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """See :class:`WeightSource`."""
         return DenseMatrix
+
+    def read(self, part: Tensor) -> None:
+        """See :class:`WeightSource`."""

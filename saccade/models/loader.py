@@ -7,6 +7,7 @@ fills in missing tensors at random and drops tensors it has no place for: both a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError, shown
 from saccade.models import attention, matrix_modules
-from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
+from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint, weight_files
+from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.families import FAMILIES, Family
 from saccade.models.gguf_header import GgufHeader
 from saccade.models.gguf_weights import GgufWeights
@@ -32,13 +34,17 @@ from saccade.models.identity import (
 )
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
-from saccade.models.llama_loading import fp8_matrices, load_llama
+from saccade.models.llama_loading import check_plain, fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
 from saccade.models.matrix_modules import MatrixProduct
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
+from saccade.models.rounded_weights import RoundedWeights, rounding_notes
 from saccade.models.runner import HFRunner
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
+from saccade.ops import fp8
+from saccade.ops.group_rounding import BITS
+from saccade.ops.matrices import Matrix
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,8 +98,8 @@ def load_model(
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
-    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``ops.fp8.QUANTIZATIONS``: the
-    layers' products run in FP8, and their weights are held so. Raises ModelError, always one line, for a folder that is
+    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
+    matrices are rounded to 4 or 8 bits as they are loaded. Raises ModelError, always one line, for a folder that is
     missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
@@ -103,23 +109,30 @@ def load_model(
         config = checked_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
-        convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, chosen)
+        if quantize is not None:
+            check_plain(checkpoint, quantize)
+        in_fp8 = quantize in fp8.QUANTIZATIONS
+        convert = fp8_matrices(checkpoint, quantize, family, config, target, chosen) if quantize and in_fp8 else None
         described = described_model(checkpoint, config, chosen)
-        # Weights that leave the host, or their type, are digested while they are there; others when asked for.
         gguf = None if checkpoint.gguf is None else _gguf_source(checkpoint.gguf, config, target, chosen)
+        integers = quantize if quantize in BITS else None
+        model, llama, kept = described, None, list[str]()
+        digest: str | Callable[[], str] | None = None if gguf is None else gguf.digest
+        # Weights that leave the host, or their type, are digested while they are there; others when asked for.
         leave = gguf is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
-            model = described
-            found: dict[str, str] | None = {} if leave else None
-            llama = load_llama(checkpoint, model, target, chosen, convert, found, gguf)
-            digest = None if found is None else joined_digest(found)
+            llama, digest, kept = _load_llama(checkpoint, model, gguf, target, chosen, convert, integers, leave)
         elif gguf is not None:
-            model, llama, digest = described, None, None
             _fill_modules(checkpoint, model, gguf, target, chosen)
         else:
-            model, llama = _load_modules(checkpoint, config, chosen), None
+            model = _load_modules(checkpoint, config, chosen)
             digest = digest_weights(model.state_dict()) if leave else None
+            if integers is not None:
+                rounded = RoundedWeights(matrix_modules.ModuleTensors(model), integers, target, chosen)
+                matrix_modules.fill(model, rounded, target, chosen)
+                kept = rounded.kept
             model.to(target)
+        notes += rounding_notes(integers, target, chosen, kept)
         tokenizer = load_tokenizer(checkpoint.path)
     model.eval()
     spec = _spec(model, family, chosen, llama)
@@ -130,7 +143,7 @@ def load_model(
         warnings.warn(note, stacklevel=2)
 
     def found_digest() -> str:
-        return digest_weights(runner.weights) if gguf is None else gguf.digest()
+        return digest_weights(runner.weights) if digest is None else digest() if callable(digest) else digest
 
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
@@ -143,8 +156,33 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, digest or found_digest(), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored)),
     )
+
+
+def _load_llama(
+    checkpoint: Checkpoint,
+    model: Any,
+    gguf: GgufWeights | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    convert: Callable[[Matrix], Matrix] | None,
+    integers: str | None,
+    leave: bool,
+) -> tuple[LlamaDecoder, str | Callable[[], str] | None, list[str]]:
+    """The decoder, the digest of its weights or who finds it, and the matrices that stay plain numbers."""
+    if gguf is not None:
+        return load_llama(checkpoint, model, device, convert, gguf), gguf.digest, []
+    digests: dict[str, str] | None = {} if leave and integers is None else None
+    files = SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    if integers is not None:
+        rounded = RoundedWeights(files, integers, device, dtype)
+        names = list(model.state_dict())
+        return load_llama(checkpoint, model, device, convert, rounded), lambda: files.digest(names), rounded.kept
+    llama = load_llama(checkpoint, model, device, convert, files)
+    if digests is not None and model.config.tie_word_embeddings:
+        digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
+    return llama, None if digests is None else joined_digest(digests), []
 
 
 def _gguf_source(header: GgufHeader, config: Any, device: torch.device, dtype: torch.dtype) -> GgufWeights:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.models.gguf_weights import GgufWeights
-from saccade.models.llama_weights import matrix_of
-from saccade.ops.matrices import Matrix
+from saccade.models.llama_weights import Use, matrix_of
+from saccade.models.rounded_weights import RoundedWeights
+from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.planes import packed
 
 
@@ -125,8 +126,8 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
-def fill(model: Any, source: GgufWeights, device: torch.device, dtype: torch.dtype) -> None:
-    """Give ``model``, which was made on torch's "meta" device, the weights of ``source``."""
+def fill(model: Any, source: GgufWeights | RoundedWeights, device: torch.device, dtype: torch.dtype) -> None:
+    """Give ``model``, whose modules may hold nothing (torch's "meta" device), the weights of ``source``."""
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.embed_tokens
     tied = bool(model.config.tie_word_embeddings)
@@ -151,12 +152,54 @@ def fill(model: Any, source: GgufWeights, device: torch.device, dtype: torch.dty
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # which holds factors of its own
 
 
+class ModuleTensors:
+    """The tensors of a loaded model of modules by the names of :func:`stored_as`, where they lie: a
+    ``rounded_weights.PlainSource``. A module that is exchanged meanwhile gives its memory back."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self.stored(name)
+        except AttributeError:
+            return False
+        return True
+
+    def stored(self, name: str) -> Tensor:
+        """See ``rounded_weights.PlainSource``."""
+        start, _, own = name.rpartition(".")
+        module, _, part = start.rpartition(".")
+        if not module.endswith(".experts"):
+            parent = self._model.get_submodule(start)
+            return getattr(parent, own).detach()
+        experts = self._model.get_submodule(module)
+        joined = getattr(experts, f"{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if own == 'bias' else ''}")
+        biased = hasattr(experts, "down_proj_bias")  # gpt-oss: transposed, gate and up in turns
+        whole = joined.detach().transpose(1, 2) if biased and own == "weight" else joined.detach()
+        if part == "down":
+            return whole
+        at = ("gate", "up").index(part)
+        return whole[:, at::2] if biased else whole.chunk(2, 1)[at]
+
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """See ``llama_weights.WeightSource``."""
+        return self.stored(name)
+
+    def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
+        """See ``llama_weights.WeightSource``."""
+        return DenseMatrix
+
+    def read(self, part: Tensor) -> None:
+        """See ``llama_weights.WeightSource``."""
+
+
 def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     stored = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
-def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
+def _experts(name: str, module: Any, source: GgufWeights | RoundedWeights) -> MatrixExperts:
     def apart(part: str) -> list[Matrix]:
         whole, count = f"{name}.{part}", module.num_experts
         biases: list[Tensor | None] = [None] * count
@@ -164,7 +207,7 @@ def _experts(name: str, module: Any, source: GgufWeights) -> MatrixExperts:
             biases = list(source.tensor(f"{whole}.bias", "vector").unbind())
         kind, rows = source.format(f"{whole}.weight"), source.tensor(f"{whole}.weight", "matrix")
         parts = rows.reshape(count, -1, rows.shape[-1])
-        return [packed(kind(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+        return [packed(kind(weight, bias), source.read) for weight, bias in zip(parts.unbind(), biases)]
 
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 
