@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import tiny, write
+from test_cli import run
 from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import SaccadeError
+from saccade.models.facts import facts_of
 from saccade.models.loader import load_model
-from saccade.models.matrix_modules import MatrixEmbedding, MatrixExperts, MatrixProduct
+from saccade.models.matrix_modules import MatrixEmbedding, MatrixExperts, MatrixProduct, matrices
 from saccade.ops import cpu, group_rounding
 from saccade.ops.group_rounding import rounded, rounded_matrix
 from saccade.ops.group_weights import GroupMatrix
@@ -162,3 +165,26 @@ def test_weights_that_have_few_bits_are_refused(tmp_path):
     file = write(made, tmp_path / "m.gguf", Kind.Q8_0)
     with pytest.raises(SaccadeError, match=r"quantize='int4' is for weights of 16 or 32 bits; m.gguf has fewer: leave"):
         LLM(file, quantize="int4")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_moe", "gpt_oss"])
+def test_info_foretells_what_is_held(family, tmp_path, capsys):
+    made = tiny(family, tmp_path / "made", tie_word_embeddings=family == "gemma2")
+    facts = facts_of(made, "int4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_model(made, "float32", quantize="int4").runner
+    weights = None if model.llama is None else model.llama.weights
+    if weights is None:
+        held = list(matrices(model.model))
+    else:
+        held = [weights.embedding, weights.head, *(part for layer in weights.layers for part in layer.matrices)]
+    found: Counter[str] = Counter()
+    for one in held:
+        if one.format is not None:
+            found[one.format] += sum(part.nbytes for part in one.stored)
+    assert {name: size for name, size in facts.formats.items() if name.startswith("INT")} == dict(found)
+    code, out, _ = run(capsys, "info", str(made), "--quantize", "int4")
+    assert (code, "INT4_32" in out) == (0, True)
+    code, _, err = run(capsys, "info", str(made), "--quantize", "fp8")
+    assert (code, "quantize='fp8' is not foretold; known: int4, int8" in err) == (1, True)

@@ -37,7 +37,7 @@ class RoundedWeights:
     channels are no whole groups."""
 
     def __init__(self, source: PlainSource, quantize: str, device: torch.device, dtype: torch.dtype) -> None:
-        self._source, self._bits, self._device, self._dtype = source, BITS[quantize], device, dtype
+        self._source, self._quantize, self._device, self._dtype = source, quantize, device, dtype
         self.kept: list[str] = []
 
     def __contains__(self, name: str) -> bool:
@@ -54,10 +54,10 @@ class RoundedWeights:
     def format(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         """See ``llama_weights.WeightSource``."""
         own = name.removesuffix(".weight")
-        bits = max(self._bits, 8) if own in _ENDS else self._bits
 
         def made(stored: Tensor, bias: Tensor | None) -> Matrix:
-            if stored.shape[-1] % CHANNELS or _ROUTERS.search(own):
+            bits = bits_of(own, stored.shape[-1], self._quantize)
+            if bits is None:
                 if own not in self.kept:
                     self.kept.append(own)
                 return DenseMatrix(stored.to(self._device, self._dtype, copy=True), bias)
@@ -70,6 +70,13 @@ class RoundedWeights:
     def read(self, part: Tensor) -> None:
         """See ``llama_weights.WeightSource``."""
         self._source.read(part)
+
+
+def bits_of(name: str, channels: int, quantize: str) -> int | None:
+    """Of a weight of the matrix ``name``; None for one that stays plain numbers."""
+    if channels % CHANNELS or _ROUTERS.search(name):
+        return None
+    return max(BITS[quantize], 8) if name in _ENDS else BITS[quantize]
 
 
 def rounding_notes(quantize: str | None, device: torch.device, dtype: torch.dtype, kept: list[str]) -> list[str]:
