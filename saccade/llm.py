@@ -22,8 +22,9 @@ from saccade.machine import folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.folders import checkpoint_folder
-from saccade.models.loader import checked_device, load_model
+from saccade.models.loader import load_model
 from saccade.models.shards import shard_model
+from saccade.models.target import checked_device
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool

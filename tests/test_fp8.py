@@ -121,7 +121,9 @@ def test_a_trained_model_keeps_its_answers_and_its_perplexity(trained):
 
 
 def test_refusals_name_the_reason_and_the_way_out(tmp_path):
-    with pytest.raises(SaccadeError, match=r"quantize='int3' is unknown; known: fp8, fp8_reference, or None"):
+    with pytest.raises(
+        SaccadeError, match=r"quantize='int3' is unknown; known: int4, int8, fp8, fp8_reference, or None"
+    ):
         EngineConfig(quantize="int3")
     llama = make_checkpoint("llama", tmp_path / "llama")
     with pytest.raises(ModelError, match=r"the device is cpu, which has no FP8 products; leave it out"):

@@ -45,7 +45,7 @@ def storage(name: str) -> torch.dtype:
 def device(name: str) -> torch.device:
     """The device that a ``Device`` names. ModelError where torch does not see it."""
     from saccade.machine import best_device
-    from saccade.models.loader import checked_device
+    from saccade.models.target import checked_device
 
     return checked_device(best_device() if name == "auto" else name)
 

@@ -6,12 +6,15 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from saccade import __version__
 from saccade.machine import available_bytes, best_device, device_note, processor, show_bytes, total_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -73,17 +76,18 @@ def collect() -> dict[str, dict[str, Any]]:
             "note": device_note(device) if not gpus else None,
             "fp8 products": fp8.why_not(device, torch.bfloat16) or "ready: quantize='fp8'",
         },
-        "models": _models(),
+        "models": _models(device),
         "recorded decode steps": _recorded(),
     }
 
 
-def _models() -> dict[str, str]:
+def _models(device: torch.device) -> dict[str, str]:
     """What loads."""
     from saccade.models.families import FAMILIES
     from saccade.models.gguf_header import PLAIN
     from saccade.models.gguf_names import FAMILIES as READ
     from saccade.models.packed_config import READERS
+    from saccade.models.rounded_weights import slow_products
     from saccade.ops.block_weights import FORMATS
 
     return {
@@ -91,8 +95,9 @@ def _models() -> dict[str, str]:
         "GGUF files of": ", ".join(READ),
         "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
         "folders in": "plain numbers, " + ", ".join(READERS),
-        "their products": "integers of AWQ, GPTQ and compressed-tensors have kernels on a CPU; on a GPU, and fp8 on a "
-        "CPU or by blocks, torch dequantises them",
+        "plain weights as": "quantize='int4' or 'int8'",
+        "products with integers": slow_products(device) or "ready: AWQ, GPTQ, compressed-tensors, int4 and int8",
+        "products with fp8 in files": "torch dequantises them on a CPU, and by blocks",
     }
 
 

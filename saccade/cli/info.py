@@ -18,16 +18,17 @@ ENGINE_BYTES = 300 << 20  # what runs beside weights, keys and values
 
 def info(
     model: Annotated[str, typer.Argument(help="A GGUF file, a checkpoint folder, or a model's name.")],
+    quantize: Annotated[str | None, typer.Option("--quantize", help="int4 or int8: as its weights are then.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's family, size, formats, context and tokenizer, and how many tokens fit here beside its weights.
 
-    saccade info model-Q4_K_M.gguf
+    saccade info model-Q4_K_M.gguf; saccade info qwen2.5-coder --quantize int4
     """
     from saccade.models.facts import facts_of
     from saccade.models.folders import checkpoint_folder
 
-    facts = facts_of(checkpoint_folder(model))
+    facts = facts_of(checkpoint_folder(model), quantize)
     free = available_bytes()
     fits = facts.tokens_in(free - ENGINE_BYTES)
     if as_json:

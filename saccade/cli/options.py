@@ -27,7 +27,9 @@ MODEL = typer.Option(
 )
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa.")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
-QUANTIZE = typer.Option("--quantize", help="fp8: weights and products of the layers in 8-bit floats, on a GPU.")
+QUANTIZE = typer.Option(
+    "--quantize", help="int4 or int8: weights rounded to integers as they load; fp8: 8-bit floats, on a GPU."
+)
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB; profile has it measured.")
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")

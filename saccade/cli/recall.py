@@ -85,7 +85,7 @@ def recall(
     from saccade.bench.recall.table import markdown, print_recall
     from saccade.bench.timing import CLOCKS, torch_threads
     from saccade.files import write_text
-    from saccade.models.loader import checked_device
+    from saccade.models.target import checked_device
 
     options.choice("phase", phase, ("prefill", "decode"))
     stored = options.storage(dtype)

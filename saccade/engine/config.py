@@ -19,7 +19,7 @@ from saccade.kv.row_formats import format_called
 from saccade.machine import best_device, check_threads, folder_and_size, gpu_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
-from saccade.ops.fp8 import QUANTIZATIONS
+from saccade.ops.group_rounding import QUANTIZATIONS
 
 UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
@@ -38,9 +38,11 @@ class EngineConfig:
     model that ``saccade fetch`` brought (docs/models.md), or one that is built in: ``"retriever"`` or ``"reference"``.
     ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
-    ``bfloat16`` or ``float16``. ``quantize``: ``fp8``: weights of the layers held, and their products run, in 8-bit
-    floats on a GPU that has such products (docs/models.md); ``fp8_reference``: the same numbers by slow torch
-    operations, anywhere. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
+    ``bfloat16`` or ``float16``. ``quantize``, for weights of 16 or 32 bits (docs/models.md): ``int4`` or ``int8``:
+    all matrices rounded to integers by groups of channels as they are loaded, embedding and head to 8 bits; ``fp8``:
+    weights of the layers held, and their products run, in 8-bit floats on a GPU that has such products;
+    ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``max_model_len``: most tokens of one
+    sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
     (profiling.py). ``kv_host``: bytes of host memory where keys and

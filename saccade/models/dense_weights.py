@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
-from saccade.models.identity import tensor_digest
+from saccade.models.identity import digest_weights, tensor_digest
 from saccade.models.llama_weights import Use
 from saccade.ops.matrices import DenseMatrix, Matrix
 
@@ -32,6 +33,9 @@ class SafetensorsWeights:
         self._device, self._dtype, self._digests = device, dtype, digests
         self._arena = Arena(dtype)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
         weight = self.tensor(f"{name}.weight", use)
@@ -39,39 +43,52 @@ class SafetensorsWeights:
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``llama_weights.WeightSource``. On a CPU a table stays in its file: only what is read takes memory."""
-        stored = self._read(name)
-        tensor = stored.to(self._dtype)
+        stored = self.stored(name)
         if self._digests is not None:
-            self._digests[name] = tensor_digest(tensor)
+            self._digests[name] = tensor_digest(stored, self._dtype)
         if self._device.type != "cpu":
-            placed = tensor.to(self._device)
+            placed = stored.to(self._dtype).to(self._device)
         elif use == "matrix":
-            placed = self._arena.take(tensor)
+            return self._arena.take(stored, self.read)
         else:
-            placed = tensor if use == "table" else tensor.clone()  # by which no file stays mapped
+            placed = stored.to(self._dtype, copy=use != "table")  # a copy by which no file stays mapped
         if placed is not stored:
             forget_file_pages(stored)
         return placed
 
-    def _read(self, name: str) -> Tensor:
-        """As it is stored: part of its file, mapped."""
+    def stored(self, name: str) -> Tensor:
+        """The tensor in the type that it is stored in, part of the mapped file."""
         return self._files[name].get_tensor(name)
+
+    def digest_of(self, names: Iterable[str]) -> str:
+        """Of the contents of all weights ``names`` in the dtype that they run in; reads the files. A head that is not
+        stored is the embedding."""
+        weights = {name: self.stored(name if name in self._files else "model.embed_tokens.weight") for name in names}
+        return digest_weights(weights, self._dtype, self.read)
+
+    def read(self, part: Tensor) -> None:
+        """See ``rounded_weights.PlainSource``."""
+        forget_file_pages(part)
 
 
 class Arena:
     """Memory with pages of 2 MiB for weights in the order in which a step reads them: its reading is faster by a
-    quarter. At most ``ARENA_BYTES`` more are needed while they move, since a file's pages are let go once copied."""
+    quarter. At most ``ARENA_BYTES`` of a file are held beside them, since its pages are let go once copied."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._room = torch.empty(0, dtype=dtype)
 
-    def take(self, weight: Tensor) -> Tensor:
-        """A copy of ``weight``."""
+    def take(self, weight: Tensor, read: Callable[[Tensor], None]) -> Tensor:
+        """A copy of ``weight`` in the arena's type. ``read`` is given each part that is copied."""
         count = -(-weight.numel() // LINE) * LINE
         if count > self._room.numel():
             trim_memory()
-            self._room = torch.empty(max(count, ARENA_BYTES // weight.element_size()), dtype=weight.dtype)
+            self._room = torch.empty(max(count, ARENA_BYTES // self._room.itemsize), dtype=self._room.dtype)
             ask_for_huge_pages(self._room)
-        moved = self._room[: weight.numel()].view(weight.shape).copy_(weight)
+        moved = self._room[: weight.numel()].view(weight.shape)
+        rows = max(1, ARENA_BYTES // max(1, weight[0].nbytes))
+        for to, part in zip(moved.split(rows), weight.split(rows)):
+            to.copy_(part)
+            read(part)
         self._room = self._room[count:]
         return moved

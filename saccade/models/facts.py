@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
+from saccade.errors import ModelError, shown
 from saccade.models.checkpoint import open_checkpoint
 from saccade.models.families import FAMILIES
 from saccade.models.headers import described_model, refuse_absent_or_other
 from saccade.models.hf_config import checked_config, max_position
+from saccade.models.llama_loading import check_plain
 from saccade.models.llama_weights import has_shape
-from saccade.models.loader import run_dtype
 from saccade.models.matrix_modules import stored_as
 from saccade.models.quiet import quiet_transformers
+from saccade.models.rounded_weights import bits_of
+from saccade.models.target import run_dtype
 from saccade.models.tokenizer import load_tokenizer
+from saccade.ops.group_rounding import BITS, CHANNELS
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,12 @@ class ModelFacts:
         return max(0, min(self.context, (memory - self.weight_bytes) // self.token_bytes))
 
 
-def facts_of(folder: Path) -> ModelFacts:
-    """Of the checkpoint in ``folder`` (``folders.checkpoint_folder``), which runs on a CPU in its own dtype. ModelError
-    as of the loader for what does not load."""
+def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
+    """Of the checkpoint in ``folder`` (``folders.checkpoint_folder``), which runs on a CPU in its own dtype.
+    ``quantize``: None, or one of ``group_rounding.BITS``, as its weights are rounded to then. ModelError as of the
+    loader for what does not load."""
+    if quantize is not None and quantize not in BITS:
+        raise ModelError(f"quantize={shown(quantize)} is not foretold; known: {', '.join(BITS)}")
     checkpoint = open_checkpoint(folder)
     with quiet_transformers():
         config = checked_config(checkpoint)
@@ -69,7 +76,10 @@ def facts_of(folder: Path) -> ModelFacts:
     formats: Counter[str] = Counter()
     if header is not None or checkpoint.packed is not None:
         refuse_absent_or_other(checkpoint, stored_as(model), bool(config.tie_word_embeddings))
-    if checkpoint.packed is not None:
+    if quantize is not None:
+        check_plain(checkpoint, quantize)
+        formats = _rounded(model, quantize, dtype)
+    elif checkpoint.packed is not None:
         formats.update(checkpoint.packed.nbytes)
     elif header is None:
         stored = str(checkpoint.stored_dtype).removeprefix("torch.")
@@ -98,6 +108,21 @@ def facts_of(folder: Path) -> ModelFacts:
         chat_template=tokenizer.available and tokenizer.has_chat_template,
         own_loop=has_shape(family, config),
     )
+
+
+def _rounded(model: Any, quantize: str, dtype: torch.dtype) -> Counter[str]:
+    """Bytes of a model's weights by formats, once they are rounded."""
+    formats: Counter[str] = Counter()
+    for name, shape in stored_as(model).items():
+        own, tied = name.removesuffix(".weight"), model.config.tie_word_embeddings
+        if name == "lm_head.weight" and tied:
+            continue
+        bits = bits_of(own, shape[-1], quantize) if own != name and len(shape) > 1 else None
+        if bits is None:
+            formats[str(dtype).removeprefix("torch.")] += shape.numel() * dtype.itemsize
+        else:
+            formats[f"INT{bits}_{CHANNELS}"] += shape.numel() * bits // 8 + shape.numel() // CHANNELS * 3
+    return formats
 
 
 def _kind(available: bool, metadata: dict[str, Any]) -> str | None:

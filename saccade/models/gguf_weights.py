@@ -69,6 +69,12 @@ class Mapped:
         if self._last is not None:
             give_back(self._last)
 
+    def read(self, part: Tensor) -> None:
+        """Give back the pages of ``part`` of a tensor, unless it is a copy."""
+        first = part.data_ptr()
+        if any(0 <= first - file.data_ptr() < file.nbytes for file in self._files.values()):
+            give_back(part)
+
     def rows(self, tensor: GgufTensor) -> Tensor:
         """As stored: uint8 [rows, bytes] of blocks, or plain numbers [shape]."""
         stored = self.stored(tensor)
@@ -112,7 +118,7 @@ class GgufWeights:
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
         stored, kind = self.tensor(f"{name}.weight", use), self._kind(name)
-        return packed(kind(stored, self.tensor(f"{name}.bias", "vector") if bias else None))
+        return packed(kind(stored, self.tensor(f"{name}.bias", "vector") if bias else None), self.read)
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """Matrices of the same name of so many experts, stored one after another."""
@@ -121,7 +127,7 @@ class GgufWeights:
             biases = list(self.tensor(f"{name}.bias", "vector").unbind())
         rows = self.tensor(f"{name}.weight", "matrix")
         parts = rows.reshape(count, -1, rows.shape[-1])
-        return [packed(self._kind(name)(weight, bias)) for weight, bias in zip(parts.unbind(), biases)]
+        return [packed(self._kind(name)(weight, bias), self.read) for weight, bias in zip(parts.unbind(), biases)]
 
     def _kind(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
         return FORMATS.get(self._tensors[f"{name}.weight"].kind, DenseMatrix)
@@ -130,8 +136,10 @@ class GgufWeights:
         """See ``llama_weights.WeightSource``: uint8 [outputs, bytes] of blocks, or plain numbers. Vectors are plain."""
         found = self._tensors[name]
         if use == "vector" or found.kind not in FORMATS:
-            made = self.plain(name)
-            return self._arena.take(made) if use == "matrix" and self._device.type == "cpu" else made.to(self._device)
+            if use == "matrix" and self._device.type == "cpu":
+                stored = self._undone(found, self._mapped.rows(found)).view(self.shapes[name])
+                return self._arena.take(stored, self.read)
+            return self.plain(name).to(self._device)
         return self._undone(found, self._mapped.rows(found)).to(self._device)
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -142,13 +150,18 @@ class GgufWeights:
             rows = _numbers(rows, found)
         return self._undone(found, rows).to(dtype or self._dtype).view(self.shapes[name])
 
+    def read(self, part: Tensor) -> None:
+        """Let go of ``part`` of a tensor, which nobody reads again."""
+        self._mapped.read(part)
+
     def let_go(self) -> None:
         """Give back the pages of the last tensor, once all are loaded."""
         self._mapped.let_go()
 
     def digest(self) -> str:
         """Of the contents of all weights, by transformers' names; reads the whole file."""
-        return digest_weights({name: self._mapped.rows(tensor) for name, tensor in self._tensors.items()})
+        weights = {name: self._mapped.rows(tensor) for name, tensor in self._tensors.items()}
+        return digest_weights(weights, read=self._mapped.read)
 
     def _undone(self, tensor: GgufTensor, rows: Tensor) -> Tensor:
         return undone(self._architecture, tensor.name, rows, self._heads, self._kv_heads)

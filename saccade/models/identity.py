@@ -118,12 +118,15 @@ def meaningful(config: Any) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if not _is_off(value)}
 
 
-def digest_weights(weights: Mapping[str, Tensor]) -> str:
-    """:func:`joined_digest` of the tensors of a model. One of several names is read once."""
+def digest_weights(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, read: Callable[[Tensor], None] = lambda part: None
+) -> str:
+    """:func:`joined_digest` of the tensors of a model, in ``dtype`` if it is given. One of several names is read once.
+    ``read`` is given each part of them when it has been."""
     places = {name: (one.data_ptr(), tuple(one.shape), one.stride()) for name, one in weights.items()}
     once = {place: name for name, place in places.items()}
     with ThreadPoolExecutor(max(1, min(_THREADS, torch.get_num_threads()))) as pool:
-        digests = dict(zip(once, pool.map(lambda name: tensor_digest(weights[name]), once.values())))
+        digests = dict(zip(once, pool.map(lambda name: tensor_digest(weights[name], dtype, read), once.values())))
     return joined_digest({name: digests[place] for name, place in places.items()})
 
 
@@ -136,12 +139,15 @@ def joined_digest(digests: Mapping[str, str]) -> str:
     return whole.hexdigest()
 
 
-def tensor_digest(tensor: Tensor) -> str:
-    """Of a tensor's type, shape and bytes."""
-    digest = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE):
-        digest.update(memoryview(flat[start : start + PIECE].cpu().numpy()))  # type: ignore[arg-type]
+def tensor_digest(
+    tensor: Tensor, dtype: torch.dtype | None = None, read: Callable[[Tensor], None] = lambda part: None
+) -> str:
+    """Of a tensor's type, shape and bytes, as it would be in ``dtype``; ``read`` is given each part that has been."""
+    dtype = dtype or tensor.dtype
+    digest = xxhash.xxh3_128(f"{dtype} {list(tensor.shape)}".encode())
+    for part in tensor.detach().reshape(-1).split(max(1, PIECE // tensor.itemsize)):
+        digest.update(memoryview(part.to(dtype).view(torch.uint8).cpu().numpy()))
+        read(part)
     return digest.hexdigest()
 
 

@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from saccade.errors import ModelError, shown
-from saccade.models.checkpoint import Checkpoint, first_line, weight_files
-from saccade.models.dense_weights import SafetensorsWeights
+from saccade.models.checkpoint import Checkpoint, first_line
 from saccade.models.families import FAMILIES, Family
 from saccade.models.gguf_weights import GgufWeights
 from saccade.models.headers import refuse_absent_or_other
@@ -19,6 +18,17 @@ from saccade.models.llama_weights import WeightSource, has_shape, read_weights
 from saccade.ops import fp8
 from saccade.ops.fp8_weights import Fp8Matrix
 from saccade.ops.matrices import Matrix
+
+
+def check_plain(checkpoint: Checkpoint, quantize: str) -> None:
+    """ModelError for a checkpoint whose weights are quantised already."""
+    what = None if checkpoint.gguf is None else checkpoint.gguf.path.name
+    if checkpoint.config.get("quantization_config"):
+        what = "its config.json has a quantization_config, and it"
+    if what is not None:
+        raise ModelError(
+            f"{checkpoint.path}: quantize={quantize!r} is for weights of 16 or 32 bits; {what} has fewer: leave it out"
+        )
 
 
 def fp8_matrices(
@@ -31,9 +41,6 @@ def fp8_matrices(
         what = family.model_type if family.llama_shape is None else f"{family.model_type} with hidden_act"
         what += "" if family.llama_shape is None else f"={shown(config.hidden_act)}"
         raise ModelError(f"{where} is for models whose layers are Llama's ({shaped}), not {what}; leave it out")
-    if checkpoint.gguf is not None or checkpoint.packed is not None:
-        named = checkpoint.path.name if checkpoint.gguf is None else checkpoint.gguf.path.name
-        raise ModelError(f"{where} is for weights of 16 or 32 bits; {named} has fewer: leave it out")
     reason = None if quantize == "fp8_reference" else fp8.why_not(device, dtype)
     if reason is not None:
         raise ModelError(
@@ -56,24 +63,18 @@ def load_llama(
     checkpoint: Checkpoint,
     model: Any,
     device: torch.device,
-    dtype: torch.dtype,
     convert: Callable[[Matrix], Matrix] | None,
-    digests: dict[str, str] | None,
-    quantised: WeightSource | None,
+    source: WeightSource,
 ) -> LlamaDecoder:
-    """Fill the matrices of ``model``, which holds none itself, by their names, from ``quantised`` or the folder's
-    files."""
+    """Fill the matrices of ``model``, which holds none itself, by their names, from ``source``."""
     tied = bool(model.config.tie_word_embeddings)
     refuse_absent_or_other(checkpoint, {name: one.shape for name, one in model.state_dict().items()}, tied)
-    source: WeightSource = quantised or SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
     try:
         weights = read_weights(model, source, join=device.type == "cuda", convert=convert)
     except (RuntimeError, OSError, SafetensorError) as error:  # no memory, a file that has gone
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
-    if isinstance(quantised, GgufWeights):
-        quantised.let_go()
-    if digests is not None and tied:
-        digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
+    if isinstance(source, GgufWeights):
+        source.let_go()
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # which holds factors of its own
     return LlamaDecoder(weights)

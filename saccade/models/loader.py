@@ -7,6 +7,7 @@ fills in missing tensors at random and drops tensors it has no place for: both a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from saccade.errors import ModelError, shown
+from saccade.errors import ModelError
 from saccade.models import attention, matrix_modules
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint, weight_files
+from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.families import FAMILIES, Family
 from saccade.models.gguf_weights import GgufWeights
 from saccade.models.headers import described_model, refuse_absent, refuse_absent_or_other
@@ -31,16 +33,19 @@ from saccade.models.identity import (
 )
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
-from saccade.models.llama_loading import fp8_matrices, load_llama
+from saccade.models.llama_loading import check_plain, fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
 from saccade.models.matrix_modules import MatrixProduct, QuantisedSource
 from saccade.models.packed_weights import PackedWeights, product_notes
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
+from saccade.models.rounded_weights import RoundedWeights, rounding_notes
 from saccade.models.runner import HFRunner
+from saccade.models.target import checked_device, run_dtype
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from saccade.ops import fp8
+from saccade.ops.group_rounding import BITS
+from saccade.ops.matrices import Matrix
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ def load_model(
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
-    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``ops.fp8.QUANTIZATIONS``: the
-    layers' products run in FP8, and their weights are held so. Raises ModelError, always one line, for a folder that is
+    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
+    matrices are rounded to 4 or 8 bits as they are loaded. Raises ModelError, always one line, for a folder that is
     missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
@@ -103,23 +108,30 @@ def load_model(
         config = checked_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
-        convert = None if quantize is None else fp8_matrices(checkpoint, quantize, family, config, target, chosen)
+        if quantize is not None:
+            check_plain(checkpoint, quantize)
+        in_fp8 = quantize in fp8.QUANTIZATIONS
+        convert = fp8_matrices(checkpoint, quantize, family, config, target, chosen) if quantize and in_fp8 else None
         described = described_model(checkpoint, config, chosen)
         # Weights that leave the host, or their type, are digested while they are there; others when asked for.
         source = _quantised_source(checkpoint, config, target, chosen)
+        integers = quantize if quantize in BITS else None
+        model, llama, kept = described, None, list[str]()
+        digest: str | Callable[[], str] | None = None if source is None else source.digest
         leave = source is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
-            model = described
-            found: dict[str, str] | None = {} if leave else None
-            llama = load_llama(checkpoint, model, target, chosen, convert, found, source)
-            digest = None if found is None else joined_digest(found)
+            llama, digest, kept = _load_llama(checkpoint, model, source, target, chosen, convert, integers, leave)
         elif source is not None:
-            model, llama, digest = described, None, None
             _fill_modules(checkpoint, model, source, target, chosen)
         else:
-            model, llama = _load_modules(checkpoint, config, chosen), None
+            model = _load_modules(checkpoint, config, chosen)
             digest = digest_weights(model.state_dict()) if leave else None
+            if integers is not None:
+                rounded = RoundedWeights(matrix_modules.ModuleTensors(model), integers, target, chosen)
+                matrix_modules.fill(model, rounded, target, chosen)
+                kept = rounded.kept
             model.to(target)
+        notes += rounding_notes(integers, chosen, kept)
         tokenizer = load_tokenizer(checkpoint.path)
     model.eval()
     spec = _spec(model, family, chosen, llama)
@@ -131,7 +143,7 @@ def load_model(
         warnings.warn(note, stacklevel=2)
 
     def found_digest() -> str:
-        return digest_weights(runner.weights) if source is None else source.digest()
+        return digest_weights(runner.weights) if digest is None else digest() if callable(digest) else digest
 
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
@@ -144,7 +156,7 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, digest or found_digest(), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored)),
     )
 
 
@@ -157,6 +169,31 @@ def _quantised_source(
     if checkpoint.packed is not None:
         return PackedWeights(weight_files(checkpoint.path), checkpoint.packed, device, dtype)
     return None
+
+
+def _load_llama(
+    checkpoint: Checkpoint,
+    model: Any,
+    source: GgufWeights | PackedWeights | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    convert: Callable[[Matrix], Matrix] | None,
+    integers: str | None,
+    leave: bool,
+) -> tuple[LlamaDecoder, str | Callable[[], str] | None, list[str]]:
+    """The decoder, the digest of its weights or who finds it, and the matrices that stay plain numbers."""
+    if source is not None:
+        return load_llama(checkpoint, model, device, convert, source), source.digest, []
+    digests: dict[str, str] | None = {} if leave and integers is None else None
+    files = SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    if integers is not None:
+        rounded = RoundedWeights(files, integers, device, dtype)
+        names = list(model.state_dict())
+        return load_llama(checkpoint, model, device, convert, rounded), lambda: files.digest_of(names), rounded.kept
+    llama = load_llama(checkpoint, model, device, convert, files)
+    if digests is not None and model.config.tie_word_embeddings:
+        digests["lm_head.weight"] = digests["model.embed_tokens.weight"]
+    return llama, None if digests is None else joined_digest(digests), []
 
 
 def _fill_modules(
@@ -176,55 +213,6 @@ def _generation_config(checkpoint: Checkpoint, model: Any) -> GenerationConfig:
     if not (checkpoint.path / "generation_config.json").is_file():
         return model.generation_config
     return GenerationConfig.from_pretrained(checkpoint.path, local_files_only=True)
-
-
-def checked_device(device: str | torch.device) -> torch.device:
-    """The device of that name. ModelError for one that is unknown, or that torch does not see here."""
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"unknown device {shown(device)}; use auto, cpu, cuda or cuda:N") from error
-    if target.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {str(target)!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' was asked for but torch sees no GPU; use device='cpu'")
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device {str(target)!r} does not exist; torch sees {torch.cuda.device_count()} GPU(s)")
-    return target
-
-
-def run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device) -> tuple[torch.dtype, list[str]]:
-    """What a checkpoint runs in on ``device``, and notes on what differs from what was ``asked``."""
-    allowed = f"'auto', {', '.join(repr(name) for name in DTYPES)}"
-    if isinstance(asked, torch.dtype):
-        dtype = asked
-    elif isinstance(asked, str) and asked == "auto":
-        dtype = _own_dtype(checkpoint)
-    elif isinstance(asked, str) and asked in DTYPES:
-        dtype = DTYPES[asked]
-    else:
-        raise ModelError(f"unknown dtype {shown(asked)}; use one of {allowed}")
-    if dtype == torch.float64 and isinstance(asked, str):
-        return torch.float32, ["the checkpoint is float64; it runs in float32"]
-    if dtype not in DTYPES.values():
-        raise ModelError(f"dtype {dtype} is not supported; use one of {allowed}")
-    if dtype == torch.float16 and device.type == "cpu" and asked == "auto" and checkpoint.packed is not None:
-        return torch.bfloat16, [
-            "float16 does not run on a CPU: the quantised model runs in bfloat16, in which few rows of activations are "
-            "multiplied in 8 bits; pass dtype='float32' to multiply them as they are"
-        ]
-    if dtype == torch.float16 and device.type == "cpu":
-        return torch.float32, [
-            "float16 does not run on a CPU: the model runs in float32, which is exact and takes twice the memory; "
-            "pass dtype='bfloat16' to halve it"
-        ]
-    return dtype, []
-
-
-def _own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    # A config without a dtype (or with one we do not know) leaves the choice to what the tensors are stored in.
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return {**DTYPES, "float64": torch.float64}.get(str(named).removeprefix("torch."), checkpoint.stored_dtype)
 
 
 def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from saccade.models.llama_weights import WeightSource
+from saccade.models.llama_weights import Use, WeightSource
 from saccade.ops.matrices import Matrix
 
 
 class QuantisedSource(WeightSource, Protocol):
-    """A source that modules are filled from: ``models.gguf_weights`` or ``models.packed_weights``."""
+    """A source that modules are filled from: ``models.gguf_weights``, ``models.packed_weights`` or
+    ``models.rounded_weights``."""
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """Matrices of the same name of so many experts."""
@@ -140,7 +141,7 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Give ``model``, which was made on torch's "meta" device, the weights of ``source``."""
+    """Give ``model``, whose modules may hold nothing (torch's "meta" device), the weights of ``source``."""
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.embed_tokens
     tied = bool(model.config.tie_word_embeddings)
@@ -163,6 +164,44 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         placed = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
         setattr(model.get_submodule(parent), own, placed)
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # which holds factors of its own
+
+
+class ModuleTensors:
+    """The tensors of a loaded model of modules by the names of :func:`stored_as`, where they lie: a
+    ``rounded_weights.PlainSource``. A module that is exchanged meanwhile gives its memory back."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self.stored(name)
+        except AttributeError:
+            return False
+        return True
+
+    def stored(self, name: str) -> Tensor:
+        """See ``rounded_weights.PlainSource``."""
+        start, _, own = name.rpartition(".")
+        module, _, part = start.rpartition(".")
+        if not module.endswith(".experts"):
+            parent = self._model.get_submodule(start)
+            return getattr(parent, own).detach()
+        experts = self._model.get_submodule(module)
+        joined = getattr(experts, f"{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if own == 'bias' else ''}")
+        biased = hasattr(experts, "down_proj_bias")  # gpt-oss: transposed, gate and up in turns
+        whole = joined.detach().transpose(1, 2) if biased and own == "weight" else joined.detach()
+        if part == "down":
+            return whole
+        at = ("gate", "up").index(part)
+        return whole[:, at::2] if biased else whole.chunk(2, 1)[at]
+
+    def tensor(self, name: str, use: Use) -> Tensor:
+        """See ``rounded_weights.PlainSource``."""
+        return self.stored(name)
+
+    def read(self, part: Tensor) -> None:
+        """See ``rounded_weights.PlainSource``."""
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -53,13 +53,13 @@ class PackedWeights(SafetensorsWeights):
         if isinstance(made, (GroupMatrix, ScaledFp8Matrix)) and self._device.type == "cpu":
             made = made.like([one.clone() for one in made.stored], made.bias)  # by which no file stays mapped
         for part in self._header.parts[name]:
-            forget_file_pages(self._read(f"{name}.{part}"))
+            forget_file_pages(self.stored(f"{name}.{part}"))
         return made
 
     def _made(self, name: str, bias: bool | None) -> Matrix:
         """Without a bias where that is None."""
         read = self._header.formats[name]
-        stored = {part: self._read(f"{name}.{part}") for part in self._header.parts[name]}
+        stored = {part: self.stored(f"{name}.{part}") for part in self._header.parts[name]}
         held = {part: one.to(self._device) for part, one in stored.items()}
         try:
             made = read.matrix(held, None if bias is None else self._bias(name, bias), self._dtype)
@@ -81,24 +81,25 @@ class PackedWeights(SafetensorsWeights):
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See ``matrix_modules.QuantisedSource``."""
-        return self._read(name).to(dtype or self._dtype, copy=True)
+        return self.stored(name).to(dtype or self._dtype, copy=True)
 
     def let_go(self) -> None:
         """See ``matrix_modules.QuantisedSource``: pages go as matrices are made."""
 
-    def _read(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Tensor:
+        """See ``dense_weights.SafetensorsWeights``."""
         return self._files[name].get_tensor(self._header.stored_names.get(name, name))
 
     def _bias(self, name: str, wanted: bool) -> Tensor | None:
         """AutoGPTQ stored zeros where a model has none."""
         if wanted:
             return self.tensor(f"{name}.bias", "vector")
-        if f"{name}.bias" in self._files and bool(self._read(f"{name}.bias").any()):
+        if f"{name}.bias" in self._files and bool(self.stored(f"{name}.bias").any()):
             raise SaccadeError("has a bias, which the model that config.json describes has not")
         return None
 
     def digest(self) -> str:
         """Of the contents of all tensors as they are stored, and what they mean; reads the files."""
-        digests = {name: tensor_digest(self._read(name)) for name in self._files}
+        digests = {name: tensor_digest(self.stored(name)) for name in self._files}
         meanings = {f"{name} is": one.meaning for name, one in self._header.formats.items()}
         return joined_digest({**digests, **meanings})

@@ -7,7 +7,7 @@ A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from saccade.ops.matrices import DenseMatrix, Matrix, on_host
 from saccade.ops.tile_weights import tiled
 
 GROUP = 16  # rows that lie together
+PACKED = 1 << 23  # bytes that are packed at once: what a file's mapping takes of memory meanwhile
 FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks them
 
 
@@ -47,11 +48,44 @@ class PlaneMatrix(Matrix):
         """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
         return type(self)(stored[0], GROUP * stored[0].shape[0] if bias is None else bias.numel(), bias)
 
+    def alike(self, other: Matrix) -> bool:
+        """See :class:`Matrix`: where both have whole groups."""
+        return super().alike(other) and self.outputs % GROUP == other.outputs % GROUP == 0
+
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
         """A matrix scale * (code - zero), of INT formats: ``codes`` uint8 [outputs, channels], ``scales`` in the
         format's type and ``zeros`` uint8 [outputs, channels / step]. SaccadeError for tensors of other types or shapes,
         and for codes of more bits than the format's."""
+        return cls.of_pieces(codes.shape[0], codes.shape[1], [(codes, scales, zeros)], bias)
+
+    @classmethod
+    def of_pieces(
+        cls, outputs: int, channels: int, pieces: Iterable[Sequence[Tensor]], bias: Tensor | None = None
+    ) -> PlaneMatrix:
+        """Of all rows in order, a piece at a time, whose memory may go when the next one is asked for: uint8 [n, bytes]
+        of blocks, or codes, scales and zeros as :meth:`of_codes` takes them. All pieces but the last have whole groups
+        of 16 rows."""
+        groups, first = -(-outputs // GROUP), 0
+        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8, device="cpu")
+        for stored, *more in pieces:
+            if more:
+                cls._check(stored, *more)
+            call = native.PackPlanes(
+                format=cls.number,
+                threads=torch.get_num_threads(),
+                rows=stored.shape[0],
+                channels=channels,
+                stored=address(stored),
+                planes=address(weight[first // GROUP :]),
+                **dict(zip(("scales", "zeros"), map(address, more))),
+            )
+            native.pack_planes(call)
+            first += stored.shape[0]
+        return cls(weight, outputs, bias)
+
+    @classmethod
+    def _check(cls, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
         outputs, channels = codes.shape
         groups, kind = (outputs, channels // cls.step), torch.bfloat16 if "BF16" in str(cls.format) else torch.float16
         wanted = {"codes": (codes, torch.uint8, (outputs, groups[1] * cls.step))}
@@ -63,29 +97,18 @@ class PlaneMatrix(Matrix):
                 )
         if int(codes.max()) >> cls.bits:
             raise SaccadeError(f"{cls.format} takes codes below {1 << cls.bits}; got {int(codes.max())}")
-        return cls._packed(codes, channels, bias, scales=address(scales), zeros=address(zeros))
-
-    @classmethod
-    def _packed(cls, stored: Tensor, channels: int, bias: Tensor | None, **more: int) -> PlaneMatrix:
-        outputs = stored.shape[0]
-        groups = -(-outputs // GROUP)
-        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8, device="cpu")
-        call = native.PackPlanes(
-            format=cls.number,
-            threads=torch.get_num_threads(),
-            rows=outputs,
-            channels=channels,
-            stored=address(stored),
-            planes=address(weight),
-            **more,
-        )
-        native.pack_planes(call)
-        return cls(weight, outputs, bias)
 
     @staticmethod
-    def of_blocks(matrix: BlockMatrix) -> PlaneMatrix:
-        """``matrix`` in planes."""
-        return FORMATS[str(matrix.format)]._packed(matrix.weight.contiguous(), matrix.channels, matrix.bias)
+    def of_blocks(matrix: BlockMatrix, read: Callable[[Tensor], None] = lambda part: None) -> PlaneMatrix:
+        """``matrix`` in planes. ``read`` is given each part of its weight when it is packed."""
+        weight = matrix.weight.contiguous()
+
+        def pieces() -> Iterator[Sequence[Tensor]]:
+            for part in weight.split(whole_groups(weight.shape[1])):
+                yield (part,)
+                read(part)
+
+        return FORMATS[str(matrix.format)].of_pieces(matrix.outputs, matrix.channels, pieces(), matrix.bias)
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
@@ -168,18 +191,31 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
 }
 
 
-def packed(matrix: Matrix) -> Matrix:
+def packed(matrix: Matrix, read: Callable[[Tensor], None] = lambda part: None) -> Matrix:
     """``matrix``, in blocks or by groups, as the kernels of its device read it: in planes on a CPU, in tiles on a GPU.
-    Others as they are."""
+    Others as they are. ``read`` is given each part of its weight when it is packed."""
     if isinstance(matrix, PermutedMatrix):
-        return PermutedMatrix(packed(matrix.inner), matrix.order)
+        return PermutedMatrix(packed(matrix.inner, read), matrix.order)
     if matrix.weight.device.type == "cpu" and cpu.available():
         if isinstance(matrix, BlockMatrix):
-            return PlaneMatrix.of_blocks(matrix)
+            return PlaneMatrix.of_blocks(matrix, read)
         if isinstance(matrix, GroupMatrix) and matrix.format in FORMATS:
-            scales, zeros = matrix.scales.contiguous(), matrix.zeros.contiguous()
-            return FORMATS[matrix.format].of_codes(matrix.codes().contiguous(), scales, zeros, matrix.bias)
+            pieces = _pieces(matrix, read)
+            return FORMATS[matrix.format].of_pieces(matrix.outputs, matrix.channels, pieces, matrix.bias)
     return tiled(matrix)
+
+
+def whole_groups(row: int) -> int:
+    """Rows of ``row`` bytes that are packed at once: whole groups of 16."""
+    return max(GROUP, PACKED // row // GROUP * GROUP)
+
+
+def _pieces(matrix: GroupMatrix, read: Callable[[Tensor], None]) -> Iterator[Sequence[Tensor]]:
+    step = whole_groups(matrix.channels)
+    for first in range(0, matrix.outputs, step):
+        part = slice(first, first + step)
+        yield matrix.codes(part).contiguous(), matrix.scales[part].contiguous(), matrix.zeros[part].contiguous()
+        read(matrix.weight[part])
 
 
 def give_back(mapped: Tensor) -> None:

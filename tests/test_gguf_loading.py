@@ -1,0 +1,94 @@
+"""What a GGUF file takes of memory while it is loaded and while its weights are read for its identity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from test_block_formats import random_blocks
+
+from saccade.models import dense_weights, identity
+from saccade.models.gguf_parts import read_header
+from saccade.models.gguf_weights import GgufWeights
+from saccade.models.llama_weights import matrix_of
+from saccade.ops import cpu, planes
+
+OUTPUTS, SAME, BLOCKS = 24576, 24, 4  # rows, of which so many are drawn, and blocks of 256 channels
+PIECE = 1 << 18  # bytes, of a matrix of 13 to 48 MiB
+AROUND = 6 << 20  # that the system maps around what is read: large pages of its cache
+
+
+def written(file: Path, kind: Kind) -> Path:
+    """A file of the shape of a Llama whose embedding, which is its head too, is large."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(0)
+    if kind in (Kind.F16, Kind.BF16, Kind.F32):
+        values = np.random.default_rng(0).standard_normal((OUTPUTS // SAME, BLOCKS * 256)).astype(np.float32)
+        data = gguf.quantize(values, kind)
+    else:
+        data = random_blocks(kind.name, OUTPUTS // SAME, BLOCKS * (1 if kind.name.endswith("K") else 8), even=True)
+    writer.add_tensor("token_embd.weight", np.tile(data, (SAME, 1)), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def mapped(file: Path) -> int:
+    """Bytes of ``file`` that this process holds in memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            inside = line.endswith(str(file))
+        if inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+@pytest.fixture
+def source(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(planes, "PACKED", PIECE)
+    monkeypatch.setattr(dense_weights, "ARENA_BYTES", PIECE)
+    monkeypatch.setattr(identity, "PIECE", PIECE)
+    file = written(tmp_path / "m.gguf", request.param)
+    return file, GgufWeights(read_header(file), 4, 4, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("source", [Kind.Q4_K, Kind.Q8_0, Kind.F16], indirect=True)
+def test_pages_of_a_matrix_are_given_back_while_it_is_packed(source, monkeypatch):
+    if not cpu.available():
+        pytest.skip("without the kernels blocks stay in their file")
+    file, weights = source
+    most = 0
+    real = GgufWeights.read
+
+    def read(self, part):
+        nonlocal most
+        most = max(most, mapped(file))
+        real(self, part)
+
+    monkeypatch.setattr(GgufWeights, "read", read)
+    made = matrix_of(weights, "model.embed_tokens")
+    assert 0 < most <= PIECE + AROUND
+    weights.let_go()
+    assert mapped(file) <= AROUND
+    stored = gguf.GGUFReader(file).tensors[0]
+    expected = torch.from_numpy(gguf.dequantize(stored.data[[0, 17, OUTPUTS - 1]], stored.tensor_type))
+    ids = torch.tensor([0, 17, OUTPUTS - 1])
+    assert torch.equal(made.rows(ids, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("source", [Kind.Q8_0], indirect=True)
+def test_pages_are_given_back_while_the_identity_is_found(source, monkeypatch):
+    if not cpu.available():
+        pytest.skip("pages are given back by the kernels' module")
+    file, weights = source
+    first = weights.digest()
+    assert mapped(file) <= AROUND
+    monkeypatch.setattr(identity, "PIECE", 1 << 30)
+    assert weights.digest() == first
