@@ -9,13 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
+from saccade.machine import forget_file_pages
 from saccade.models.identity import tensor_digest
 from saccade.models.llama_weights import Use
+from saccade.ops.arena import Arena
 from saccade.ops.matrices import DenseMatrix, Matrix
-
-ARENA_BYTES = 1 << 26
-LINE = 64  # values: weights begin at a cache line
 
 
 class SafetensorsWeights:
@@ -30,7 +28,7 @@ class SafetensorsWeights:
             tensors = safe_open(file, framework="pt")
             self._files.update(dict.fromkeys(tensors.keys(), tensors))
         self._device, self._dtype, self._digests = device, dtype, digests
-        self._arena = Arena(dtype)
+        self._arena = Arena()
 
     def format(self, name: str) -> type[Matrix]:
         """See ``llama_weights.WeightSource``."""
@@ -51,22 +49,3 @@ class SafetensorsWeights:
         if placed is not stored:
             forget_file_pages(stored)
         return placed
-
-
-class Arena:
-    """Memory with pages of 2 MiB for weights in the order in which a step reads them: its reading is faster by a
-    quarter. At most ``ARENA_BYTES`` more are needed while they move, since a file's pages are let go once copied."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._room = torch.empty(0, dtype=dtype)
-
-    def take(self, weight: Tensor) -> Tensor:
-        """A copy of ``weight``."""
-        count = -(-weight.numel() // LINE) * LINE
-        if count > self._room.numel():
-            trim_memory()
-            self._room = torch.empty(max(count, ARENA_BYTES // weight.element_size()), dtype=weight.dtype)
-            ask_for_huge_pages(self._room)
-        moved = self._room[: weight.numel()].view(weight.shape).copy_(weight)
-        self._room = self._room[count:]
-        return moved

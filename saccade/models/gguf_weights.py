@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.models.dense_weights import Arena
 from saccade.models.gguf_header import GgufHeader, GgufTensor
 from saccade.models.gguf_names import ROTARY, name_of, undone
 from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
+from saccade.ops.arena import Arena
 from saccade.ops.block_weights import FORMATS, PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.planes import give_back
@@ -102,7 +102,7 @@ class GgufWeights:
         self._mapped = Mapped()
         self._heads, self._kv_heads = heads, kv_heads
         self._device, self._dtype = device, dtype
-        self._arena = Arena(dtype)
+        self._arena = Arena()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

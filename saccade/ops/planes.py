@@ -2,11 +2,14 @@
 one stream (csrc/plane_formats.h). They are packed once, as they are loaded, and are worth what their format says, to
 the bit.
 
-A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are.
+A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are. Many
+rows are multiplied by the weights in their own type, unpacked a piece at a time: by tiles (csrc/plane_tiles.h) on CPUs
+with AMX, elsewhere by torch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu
+from saccade.ops.arena import Arena
 from saccade.ops.block_weights import PIECE, BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.matrices import DenseMatrix, Matrix, on_host
@@ -30,6 +34,7 @@ class PlaneMatrix(Matrix):
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
+    _arena: Arena | None = None  # that the weight lies in
 
     def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self._outputs = weight, bias, outputs
@@ -67,7 +72,8 @@ class PlaneMatrix(Matrix):
     def _packed(cls, stored: Tensor, channels: int, bias: Tensor | None, **more: int) -> PlaneMatrix:
         outputs = stored.shape[0]
         groups = -(-outputs // GROUP)
-        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8, device="cpu")
+        arena, each = _arena(), native.plane_group_bytes(cls.number, channels)
+        weight = arena.room(groups * each).view(groups, each)
         call = native.PackPlanes(
             format=cls.number,
             threads=torch.get_num_threads(),
@@ -78,7 +84,9 @@ class PlaneMatrix(Matrix):
             **more,
         )
         native.pack_planes(call)
-        return cls(weight, outputs, bias)
+        made = cls(weight, outputs, bias)
+        made._arena = arena
+        return made
 
     @staticmethod
     def of_blocks(matrix: BlockMatrix) -> PlaneMatrix:
@@ -87,10 +95,9 @@ class PlaneMatrix(Matrix):
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
-        out = x.new_empty(x.shape[0], self.outputs)
-        own = self.native(x.dtype) if x.shape[0] <= FEW_ROWS else None
-        if own is not None:
-            x = x.contiguous()
+        few, own = x.shape[0] <= FEW_ROWS, self.native(x.dtype)
+        if own is not None and (few or (x.dtype == torch.bfloat16 and cpu.kernels().has_many_rows)):
+            x, out = x.contiguous(), x.new_empty(x.shape[0], self.outputs)
             call = native.ProductRows(
                 threads=torch.get_num_threads(),
                 storage=STORAGE[x.dtype],
@@ -100,9 +107,13 @@ class PlaneMatrix(Matrix):
                 matrix=own,
                 out=address(out),
             )
-            cpu.kernels().product_rows(call)
+            (cpu.kernels().product_rows if few else cpu.kernels().many_rows)(call)
             return out
-        step = max(GROUP, PIECE // self.channels // GROUP * GROUP)
+        pieces = -(-self.outputs * self.channels // PIECE)
+        step = -(-self.outputs // pieces // GROUP) * GROUP
+        if step >= self.outputs:
+            return DenseMatrix(self._values(x.dtype, self.outputs, first=0), self.bias).product(x)
+        out = x.new_empty(x.shape[0], self.outputs)
         for first in range(0, self.outputs, step):
             part = slice(first, min(first + step, self.outputs))
             bias = None if self.bias is None else self.bias[part]
@@ -164,6 +175,18 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
     )
     for number, (name, bits, step) in enumerate([] if native is None else native.plane_formats(), 1)
 }
+
+
+_last_arena: list[weakref.ref[Arena]] = []
+
+
+def _arena() -> Arena:
+    """Where the next matrix lies: behind the one before, as long as a matrix there is still in use."""
+    found = _last_arena[0]() if _last_arena else None
+    if found is None:
+        found = Arena()
+        _last_arena[:] = [weakref.ref(found)]
+    return found
 
 
 def packed(matrix: Matrix) -> Matrix:
