@@ -20,6 +20,8 @@ constexpr int64_t kSlab = 8;                      // steps of 32 channels betwee
 constexpr int64_t kChunk = 32;                    // steps that are unpacked at once: whole records
 constexpr int64_t kPanel = 384;                   // rows of weights at most, whose chunk a core's second cache holds
 constexpr int64_t kPartRows = 1024;               // of x whose sums wait for the next chunk
+constexpr int64_t kLeastPart = 256;               // rows of x of a task, but where there are fewer
+constexpr int64_t kUnpackRows = 128;              // of x that a panel is multiplied by in the time it is unpacked in
 constexpr int64_t kPackTask = 32768;              // values of x that a thread packs at least
 
 // Memory of one call, given back with it.
@@ -213,13 +215,18 @@ inline void tiled_product(const ProductRows& c) {
     const int64_t padded = (c.rows + kTileKeys - 1) / kTileKeys * kTileKeys;
     const CallRoom room(padded * c.channels / 2);
     pack_rows(static_cast<const uint16_t*>(c.x), c.rows, c.channels, room.at(), c.threads);
-    TiledProduct product{c, room.at(), kPanel, c.channels > kChunk * kTileKeys ? kPartRows : padded};
-    // As threads share them evenly: the fewest rows of weights for each.
+    const int64_t most = c.channels > kChunk * kTileKeys ? std::min(kPartRows, padded) : padded;
+    TiledProduct product{c, room.at(), kPanel, most};
+    // As threads share them evenly: what takes the busiest one least.
     int64_t least = INT64_MAX;
-    for (int64_t rows = kPanel; rows >= kPanel / 4; rows -= kTileKeys) {
-        const int64_t panels = (c.matrix.rows + rows - 1) / rows, turns = (panels + c.threads - 1) / c.threads;
-        if (turns * rows < least) product.panel = rows, least = turns * rows;
-    }
+    for (int64_t split = 1; split == 1 || most / split >= kLeastPart; split *= 2)
+        for (int64_t panel = kPanel; panel >= kPanel / 4; panel -= kTileKeys) {
+            const int64_t part = (most / split + kTileKeys - 1) / kTileKeys * kTileKeys;
+            const TiledProduct one{c, room.at(), panel, part};
+            const int64_t turns = (one.panels() * one.parts() + c.threads - 1) / c.threads;
+            const int64_t takes = turns * panel * (part + kUnpackRows);
+            if (takes < least) product.panel = panel, product.part = part, least = takes;
+        }
     parallel_for(
         product.panels() * product.parts(), c.threads,
         [](void* data, int64_t index) { static_cast<const TiledProduct*>(data)->run(index); }, &product);

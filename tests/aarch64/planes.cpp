@@ -27,14 +27,14 @@ std::vector<uint8_t> weights(WeightFormat format) {
     const int64_t record = record_bytes(traits), bytes = kOutputs / kGroupRows * group_bytes(traits, kChannels);
     std::vector<uint8_t> made(bytes);
     for (uint8_t& b : made) b = static_cast<uint8_t>(random_bits());
-    const bool two = traits.scales == Scales::half_least || traits.scales == Scales::packed || traits.scales == Scales::packed16;
+    const Scales kind = traits.scales;
+    const bool two = kind == Scales::half_least || kind == Scales::packed || kind == Scales::packed16;
     for (int64_t at = 0; at < bytes; at += record) {
-        if (traits.scales == Scales::exponent)
+        if (kind == Scales::exponent)
             for (int64_t r = 0; r < kGroupRows; ++r) made[at + r] = static_cast<uint8_t>(118 + made[at + r] % 8);
         else
-            for (int64_t i = 0; i < (two ? 32 : 16); ++i) {  // 0.004 or so, of either sign; small as bfloat16, too
-                made[at + 2 * i + 1] = static_cast<uint8_t>((made[at + 2 * i + 1] & 0x80) | 0x1c);
-            }
+            for (int64_t i = 1; i < (two ? 64 : 32); i += 2)  // 0.004 or so, of either sign; small as bfloat16, too
+                made[at + i] = static_cast<uint8_t>((made[at + i] & 0x80) | 0x1c);
     }
     return made;
 }
@@ -56,7 +56,8 @@ std::vector<Block> coded() {
     return made;
 }
 
-std::vector<float> product(const PlaneKernels& kernels, const RowMatrix& m, Storage storage, const void* x, int64_t rows) {
+std::vector<float> product(const PlaneKernels& kernels, const RowMatrix& m, Storage storage, const void* x,
+                           int64_t rows) {
     std::vector<float> y(kRows * kOutputs, 0.0f);
     kernels.task({storage, &m, kChannels, x, rows, 0, kOutputs - 3, y.data(), kOutputs, true});
     return y;
@@ -83,18 +84,20 @@ int compare(const char* name, const PlaneKernels& own) {
         const std::vector<Block> codes = coded();
         std::vector<float> x(kRows * kChannels);
         for (float& v : x) v = static_cast<float>(static_cast<int>(random_bits() % 2001) - 1000) * 1e-3f;
-        int lost = unequal(values<float>(own, m, Storage::fp32), values<float>(portable_planes, m, Storage::fp32));
-        lost += 2 * unequal(values<uint16_t>(own, m, Storage::bf16), values<uint16_t>(portable_planes, m, Storage::bf16));
+        const PlaneKernels& known = portable_planes;
+        int lost = unequal(values<float>(own, m, Storage::fp32), values<float>(known, m, Storage::fp32));
+        lost += 2 * unequal(values<uint16_t>(own, m, Storage::bf16), values<uint16_t>(known, m, Storage::bf16));
         for (int64_t rows = 1; rows <= kRows; ++rows) {
             lost |= 4 * unequal(product(own, m, Storage::bf16, codes.data(), rows),
-                                product(portable_planes, m, Storage::bf16, codes.data(), rows));
+                                product(known, m, Storage::bf16, codes.data(), rows));
             lost |= 8 * unequal(product(own, m, Storage::fp32, x.data(), rows),
-                                product(portable_planes, m, Storage::fp32, x.data(), rows));
+                                product(known, m, Storage::fp32, x.data(), rows));
         }
         if (lost) std::printf("%s: %s differs (%d)\n", name, kPlaneNames[number - 1], lost);
         bad += lost != 0;
     }
-    std::printf("%s: %d of %d formats differ from the portable kernels'\n", name, bad, static_cast<int>(WeightFormat::count) - 1);
+    constexpr int all = static_cast<int>(WeightFormat::count) - 1;
+    std::printf("%s: %d of %d formats differ from the portable kernels'\n", name, bad, all);
     return bad;
 }
 
