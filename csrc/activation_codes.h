@@ -10,9 +10,11 @@ namespace saccade {
 namespace {
 
 struct CodedBlock {
-    float scale, scaled_sum;  // a value is about scale * code; scaled_sum: scale times the sum of all codes
-    int32_t sums[2];          // of the codes of channels 0 .. 15, and 16 .. 31
-    int32_t codes[8];         // 4 signed bytes each, -127 .. 127
+    float scale;      // a value is about scale * code
+    float sums[2];    // of the codes of channels 0 .. 15, and 16 .. 31
+    float sum;        // of all codes
+    float scaled_sum;
+    int32_t codes[8];  // 4 signed bytes each, -127 .. 127
 };
 
 // Codes of x [n], n a multiple of 32: to the nearest, ties to even; the greatest value of a block is 127. Where a value is
@@ -39,11 +41,12 @@ void code_row(const T* x, int64_t n, CodedBlock* out) {
                 sum = Simd::add(sum, Simd::sub(shifted, Simd::set1(kMagic)));
             }
             const float total = Simd::sum(sum);
-            out->sums[half] = std::isfinite(total) ? static_cast<int32_t>(total) : 0;
+            out->sums[half] = std::isfinite(total) ? total : 0.0f;
         }
         std::memcpy(out->codes, codes, sizeof codes);
         out->scale = (counts ? top / 127.0f : 0.0f) + Simd::sum(finite);
-        out->scaled_sum = out->scale * static_cast<float>(out->sums[0] + out->sums[1]);
+        out->sum = out->sums[0] + out->sums[1];
+        out->scaled_sum = out->scale * out->sum;
     }
 }
 

@@ -10,6 +10,11 @@ namespace saccade {
 namespace {
 
 void product_rows(const KernelSet& set, const ProductRows& call) { run(set.product_rows, call); }
+void many_rows(const KernelSet& set, const ProductRows& call) {
+    if (!set.many_rows || call.matrix.format == WeightFormat::plain || call.storage != Storage::bf16)
+        throw std::invalid_argument("tiles multiply bfloat16 by a matrix in planes");
+    run(set.many_rows, call);
+}
 void plane_rows(const KernelSet& set, const PlaneRows& call) { run(set.plane_rows, call); }
 void pack(const PackCall& call) { run(pack_planes, call); }
 
@@ -80,10 +85,14 @@ void bind_planes(nb::module_& m, KernelSetClass& set) {
                 throw std::invalid_argument("scales and zeros of this format must be addresses");
         });
     set.def("product_rows", &product_rows);
+    set.def("many_rows", &many_rows);
+    set.def_prop_ro("has_many_rows", [](const KernelSet& own) { return own.many_rows != nullptr; });
     set.def("plane_rows", &plane_rows);
     m.def("pack_planes", &pack);
     m.def("plane_group_bytes", &bytes_of_group, "format"_a, "channels"_a, "Bytes of 16 rows of a matrix in planes.");
     m.def("plane_formats", &plane_formats, "Name, bits of a code and channels of a record of each format, in order.");
+    m.def("use_avx_vnni", &use_avx_vnni, "wanted"_a,
+          "For tests: have the set avx2 multiply by AVX-VNNI, where the CPU has it, or without it; whether it now does.");
     m.def("drop_pages", &drop, "address"_a, "bytes"_a,
           "Gives back whole pages of a private mapping of a file to which nothing was written.");
 }

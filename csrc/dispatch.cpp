@@ -1,6 +1,8 @@
 // Which kernel sets this CPU (and its operating system: the builtins check saved register state too) can run.
 #include "kernels.h"
 
+#include <atomic>
+
 #if defined(SACCADE_HAS_AVX2)
 #include <cpuid.h>
 #endif
@@ -20,7 +22,35 @@ bool has_half_conversion() {
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
 
+std::atomic<bool> wants_avx_vnni{true};
+
+bool uses_avx_vnni() {
+#if defined(SACCADE_HAS_AVX_VNNI)
+    static const bool has = [] {
+        unsigned a, b, c, d;
+        return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    }();
+    return has && wants_avx_vnni.load(std::memory_order_relaxed);
+#else
+    return false;
+#endif
+}
+
 }  // namespace
+
+const PlaneKernels& planes_of_avx2() {
+#if defined(SACCADE_HAS_AVX_VNNI)
+    if (uses_avx_vnni()) return avx_vnni_planes;
+#endif
+    return avx2_planes;
+}
+
+bool use_avx_vnni(bool wanted) {
+    wants_avx_vnni = wanted;
+    return uses_avx_vnni();
+}
+#else
+bool use_avx_vnni(bool) { return false; }
 #endif
 
 #if defined(SACCADE_HAS_AMX_BF16)
@@ -40,12 +70,16 @@ namespace {
 
 bool has_bf16_dot() {
 #if defined(__linux__)
-    constexpr unsigned long kBf16 = 1ul << 14, kByteDot = 1ul << 20;  // HWCAP2_BF16, HWCAP_ASIMDDP
-    return (getauxval(AT_HWCAP2) & kBf16) && (getauxval(AT_HWCAP) & kByteDot);
+    constexpr unsigned long kBf16 = 1ul << 14, kBytes = 1ul << 13;  // HWCAP2_BF16, HWCAP2_I8MM
+    constexpr unsigned long kByteDot = 1ul << 20;                   // HWCAP_ASIMDDP
+    return !(~getauxval(AT_HWCAP2) & (kBf16 | kBytes)) && (getauxval(AT_HWCAP) & kByteDot);
 #elif defined(__APPLE__)
-    int has = 0;
-    size_t size = sizeof has;
-    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+    for (const char* name : {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"}) {
+        int has = 0;
+        size_t size = sizeof has;
+        if (sysctlbyname(name, &has, &size, nullptr, 0) != 0 || !has) return false;
+    }
+    return true;  // all of them have FEAT_DotProd
 #else
     return false;
 #endif

@@ -45,6 +45,8 @@ struct KernelSet {
     void (*product_rows)(const ProductRows&);
     void (*plane_rows)(const PlaneRows&);
     void (*row_pass)(const PassCall&);
+    // Products of many rows of bfloat16 with a matrix in planes, its values rounded to bfloat16; null without tiles.
+    void (*many_rows)(const ProductRows&);
 };
 
 // What reads weights in planes: translation units of their own.
@@ -55,6 +57,7 @@ struct PlaneKernels {
 
 extern const PlaneKernels portable_planes;
 extern const PlaneKernels avx2_planes;
+extern const PlaneKernels avx_vnni_planes;  // of the set avx2, where the CPU has AVX-VNNI
 extern const PlaneKernels avx512_bf16_planes;
 extern const PlaneKernels neon_planes;
 extern const PlaneKernels neon_bf16_planes;
@@ -66,6 +69,11 @@ extern const KernelSet neon_kernels;
 extern const KernelSet neon_bf16_kernels;
 const KernelSet& amx_bf16_kernels();  // once ask_for_tiles() has said yes
 bool ask_for_tiles();
+void many_rows_of_tiles(const ProductRows& call);
+
+// The set avx2 has AVX-VNNI multiply weights in planes where the CPU has it. For tests: whether it shall; whether it does.
+const PlaneKernels& planes_of_avx2();
+bool use_avx_vnni(bool wanted);
 
 // The sets this build holds and this CPU can run, best first; `count` receives their number.
 const KernelSet* const* supported_kernels(int* count);

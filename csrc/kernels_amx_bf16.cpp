@@ -123,6 +123,7 @@ const KernelSet& amx_bf16_kernels() {
         made.finish_rows = finish_rows;
         made.head_rows = head_rows;
         made.product_rows = product_rows;
+        made.many_rows = many_rows_of_tiles;
         return made;
     }();
     return set;

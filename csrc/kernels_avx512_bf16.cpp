@@ -14,7 +14,7 @@ const KernelSet avx512_bf16_kernels = {
     "avx512_bf16", prefill, decode, few_rows, group_truth, line_sums, line_groups, pooled_shares, cover_rows,
     cover, antidiagonals, row_shares, gather, scan_tables, learn_tables, sink_share, probe, read_pass, gather_pass,
     progressive, rank_blocks, block_estimates, rank_estimates, label_scores, label_keys, fill_buckets, draw, sampled,
-    project_rows, finish_rows, head_rows, product_rows, plane_rows, row_pass,
+    project_rows, finish_rows, head_rows, product_rows, plane_rows, row_pass, nullptr,
 };
 
 }  // namespace saccade

@@ -9,22 +9,20 @@ namespace saccade {
 namespace {
 namespace layer {
 
-constexpr int kPlaneTile = Simd::registers >= 32 && W > 4 ? 4 : 2;  // rows of x in a register tile
+constexpr bool kRoomy = Simd::registers >= 32 && W > 4;
+constexpr int kPlaneTile = kRoomy ? 4 : 2;           // rows of x in a register tile
+constexpr int kCodedTile = kRoomy ? 8 : kPlaneTile;  // the same of coded rows, before those that are left
+constexpr int64_t kNear = 1024;  // bytes ahead that the first cache is asked for
 
 // acc[r] += one block of vector v of rows times R coded rows of x.
 template <class P, int R>
 SACCADE_INLINE void add_coded(const uint8_t* codes, const RecordScales<P>& scales, int b, const CodedBlock* x,
                               int64_t blocks, F* acc) {
-    constexpr int kOffset = P::traits.offset - (P::wide ? Simd::wide_bias : 0);
-    constexpr int kRest = P::zeros && P::wide ? Simd::wide_bias : 0;
+    // Code that stands for 0, as codes are multiplied; sums of integers are exact in fp32, too.
+    constexpr int kOffset = (P::zeros ? 0 : P::traits.offset) - (P::wide ? Simd::wide_bias : 0);
     I sums[R][2];  // of channels 0 .. 15 and 16 .. 31
     SACCADE_UNROLL
-    for (int r = 0; r < R; ++r)
-        for (int part = 0; part < 2; ++part) {
-            constexpr int offset = P::zeros ? -kRest : kOffset;
-            if constexpr (offset == 0) sums[r][part] = Simd::zero_int();
-            else sums[r][part] = Simd::ints(-offset * x[r * blocks].sums[part]);
-        }
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = Simd::zero_int();
     SACCADE_UNROLL
     for (int c = 0; c < 4; ++c) {
         I low, high;
@@ -50,12 +48,13 @@ SACCADE_INLINE void add_coded(const uint8_t* codes, const RecordScales<P>& scale
             const CodedBlock& own = x[r * blocks];
             const I whole = P::parts == 2 ? sums[r][part] : Simd::add_int(sums[r][0], sums[r][1]);
             F sum = Simd::to_float(whole);
-            if constexpr (P::zeros)  // exact: below 2^24
-                sum = Simd::sub(sum, Simd::mul(scales.more, Simd::set1(static_cast<float>(own.sums[0] + own.sums[1]))));
+            const F all = Simd::set1(P::parts == 2 ? own.sums[part] : own.sum);
+            if constexpr (kOffset != 0) sum = Simd::fma(Simd::set1(-kOffset), all, sum);
+            if constexpr (P::zeros) sum = Simd::sub(sum, Simd::mul(scales.more, all));
             acc[r] = Simd::fma(Simd::mul(scale, Simd::set1(own.scale)), sum, acc[r]);
             if constexpr (P::least) {
-                const float all = P::parts == 2 ? own.scale * static_cast<float>(own.sums[part]) : own.scaled_sum;
-                acc[r] = Simd::fma(least, Simd::set1(all), acc[r]);
+                const F scaled = P::parts == 2 ? Simd::mul(Simd::set1(own.scale), all) : Simd::set1(own.scaled_sum);
+                acc[r] = Simd::fma(least, scaled, acc[r]);
             }
         }
     }
@@ -84,6 +83,17 @@ SACCADE_INLINE void add_exact(const uint8_t* codes, const RecordScales<P>& scale
     }
 }
 
+// Block b's share of what lies ahead of a record.
+template <class P>
+SACCADE_INLINE void fetch_ahead(const uint8_t* record, int b) {
+    constexpr int64_t share = P::bytes / P::blocks;
+    SACCADE_UNROLL
+    for (int64_t line = 0; line < share; line += 64) {
+        Simd::prefetch(record + b * share + kAhead + line);
+        Simd::prefetch_near(record + b * share + kNear + line);
+    }
+}
+
 // out[r][..] = products of 16 rows of weights with R rows of x: floats, or CodedBlocks.
 template <class P, int R, class X>
 __attribute__((noinline)) void group_products(const uint8_t* w, int64_t in, const X* x, float (*out)[kGroupRows]) {
@@ -98,11 +108,11 @@ __attribute__((noinline)) void group_products(const uint8_t* w, int64_t in, cons
             for (int i = 0; i < kSums; ++i) acc[v][i] = Simd::set1(0);
         const uint8_t* record = w;
         for (int64_t at = 0; at < blocks; at += P::blocks, record += P::bytes) {
-            for (int64_t line = 0; line < P::bytes; line += 64) Simd::prefetch(record + kAhead + line);
             for (int v = 0; v < kOnce; ++v) {
                 const RecordScales<P> scales(record, from + v);
                 for (int b = 0; b < P::blocks; ++b) {
                     const uint8_t* codes = record + P::front + b * P::block_bytes;
+                    if (v == 0) fetch_ahead<P>(record, b);
                     if constexpr (exact) add_exact<P, R>(codes, scales, b, x + (at + b) * kBlock, in, acc[v]);
                     else add_coded<P, R>(codes, scales, b, x + at + b, blocks, acc[v]);
                 }
@@ -138,6 +148,8 @@ void multiply_groups(const PlaneTask& t, const X* x, Y* y) {
                     put<T>(y + (r + i) * t.stride + o + j, sums[i][j] + (bias ? to_float(bias[o + j]) : 0.0f));
         };
         int64_t r = 0;
+        if constexpr (kCodedTile > kPlaneTile && !std::is_same_v<X, float>)
+            for (; r + kCodedTile <= t.rows; r += kCodedTile) tile(std::integral_constant<int, kCodedTile>{}, r);
         for (; r + kPlaneTile <= t.rows; r += kPlaneTile) tile(std::integral_constant<int, kPlaneTile>{}, r);
         for (; r < t.rows; ++r) tile(std::integral_constant<int, 1>{}, r);
     }

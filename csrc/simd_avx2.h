@@ -123,6 +123,7 @@ struct Simd {
 
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    static SACCADE_INLINE void prefetch_near(const void*) {}
 
     // --- four bytes to a lane, each with a code of 4 bits in its low half and one in its high half ---
 
@@ -131,12 +132,20 @@ struct Simd {
     static I high_halves(I x) { return low_halves(_mm256_srli_epi32(x, 4)); }
     // acc + the four codes of each lane times the four signed bytes of `weights`.
     static I dot_bytes(I acc, I codes, int32_t weights) {
+#if defined(__AVXVNNI__)
+        return _mm256_dpbusd_avx_epi32(acc, codes, _mm256_set1_epi32(weights));
+#else
         I pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(weights));  // 2 * 127 * 128 at most
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
     }
 
     // --- packed weights: as in simd_portable.h ---
 
+#if defined(__AVXVNNI__)
+    static constexpr int wide_bias = 0;
+    static I dot_wide(I acc, I codes, int32_t weights) { return dot_bytes(acc, codes, weights); }
+#else
     static constexpr int wide_bias = 128;
     // Pairs of signed products of whole bytes fit 16 bits where those of unsigned ones do not.
     static I dot_wide(I acc, I codes, int32_t weights) {
@@ -144,6 +153,7 @@ struct Simd {
         const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(_mm256_set1_epi32(weights), own));
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+#endif
     static I ints(int32_t x) { return _mm256_set1_epi32(x); }
     static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
     static I bit_and(I a, I b) { return _mm256_and_si256(a, b); }

@@ -126,10 +126,17 @@ struct Simd {
         return vaddq_s32(acc, vpaddq_s32(low, high));
 #endif
     }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr int wide_bias = 0;
+    static I dot_wide(I acc, I codes, int32_t weights) {
+        return vusdotq_s32(acc, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(vdupq_n_s32(weights)));
+    }
+#else
     static constexpr int wide_bias = 128;
     static I dot_wide(I acc, I codes, int32_t weights) {
         return dot_bytes(acc, veorq_s32(codes, vreinterpretq_s32_u8(vdupq_n_u8(128))), weights);
     }
+#endif
     static I or_bits(I x, const uint8_t* mask, uint8_t bit) {
         const uint8x16_t own = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
         const uint8x16_t set = vtstq_u8(vcombine_u8(vdup_n_u8(mask[0]), vdup_n_u8(mask[1])), own);
@@ -141,6 +148,7 @@ struct Simd {
 
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+    static SACCADE_INLINE void prefetch_near(const void*) {}
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     static constexpr bool has_bf16_dot = true;

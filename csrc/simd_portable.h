@@ -171,6 +171,7 @@ struct Simd {
 
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+    static SACCADE_INLINE void prefetch_near(const void*) {}
 
   private:
     template <int J>

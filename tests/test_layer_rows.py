@@ -8,11 +8,10 @@ from module_oracle import with_modules
 from safetensors.torch import load_file
 from tiny_models import CONFIGS, make_checkpoint
 
-from saccade.models import dense_weights
 from saccade.models.families import FAMILIES
 from saccade.models.interface import Segment
 from saccade.models.loader import load_model
-from saccade.ops import attend, cpu
+from saccade.ops import arena, attend, cpu
 from saccade.ops.layer_rows import MOST_ROWS as MOST
 from saccade.ops.layer_rows import RowLayer, head, serves_head
 from saccade.ops.layer_weights import LayerWeights, Norm
@@ -228,7 +227,7 @@ def test_weights_that_the_kernels_cannot_read_are_left_to_torch():
 def test_weights_lie_together_in_the_order_of_a_step(tmp_path, monkeypatch, tied):
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     before = load_model(folder, dtype=torch.float32).runner
-    monkeypatch.setattr(dense_weights, "ARENA_BYTES", 1 << 17)
+    monkeypatch.setattr(arena, "ARENA_BYTES", 1 << 17)
     after = load_model(folder, dtype=torch.float32).runner
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(part, stored[name]) for name, part in after.weights.items() if name in stored)

@@ -3,6 +3,8 @@ and products against float64, on every instruction set that this machine has."""
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -23,12 +25,17 @@ HALVES |= {"Q6_K": (208,), "MXFP4": ()}
 INTS = [f"INT{bits}_{group}{kind}" for kind in ("", "_BF16") for bits in (4, 8) for group in (32, 64, 128)]
 
 
-@pytest.fixture(params=cpu.supported_isas() or ["none"])
+HAS_AVX_VNNI = native is not None and native.use_avx_vnni(True)
+
+
+@pytest.fixture(params=[*cpu.supported_isas(), *(["avx2 without AVX-VNNI"] if HAS_AVX_VNNI else [])] or ["none"])
 def isa(request):
     """Each instruction set in turn."""
-    cpu.set_isa(request.param)
+    cpu.set_isa(request.param.split()[0])
+    native.use_avx_vnni("without" not in request.param)
     yield request.param
     cpu.set_isa(None)
+    native.use_avx_vnni(True)
 
 
 def blocks(name: str, outputs: int, channels: int, seed: int = 0, wild: bool = False) -> BlockMatrix:
@@ -158,6 +165,42 @@ def test_products_of_rows_in_bfloat16_are_those_of_codes(isa):
         assert float(((made.double() - true).abs() - bound).max()) <= 0, name
 
 
+def test_products_of_many_rows_are_those_of_values_in_bfloat16(isa):
+    """Weights are rounded once, sums are fp32: what is left is their rounding, and the result's."""
+    for name, held, values in everything(53, 512):
+        held.bias = draw(53, seed=2, dtype=torch.bfloat16)
+        x = draw(41, 512, seed=1, dtype=torch.bfloat16)
+        made, taken = held.product(x), values.bfloat16().double()
+        exact = x.double() @ taken.T + held.bias.double()
+        size = x.double().abs() @ taken.abs().T + 1
+        assert float(((made.double() - exact).abs() - 2**-8 * exact.abs() - 2e-6 * size).max()) <= 0, name
+
+
+@pytest.mark.skipif("amx_bf16" not in cpu.supported_isas(), reason="needs AMX")
+def test_tiles_multiply_a_row_alike_among_any_others():
+    """Over the bounds of chunks, slabs, panels and parts, and with any threads."""
+    threads, held = torch.get_num_threads(), PlaneMatrix.of_blocks(blocks("Q6_K", 1000, 2304))
+    x = draw(1100, 2304, dtype=torch.bfloat16)
+    whole = held.product(x)
+    one = torch.zeros(20, 2304, dtype=torch.bfloat16)
+    one[3, 2200] = 1
+    weight = held.rows(torch.arange(1000), torch.bfloat16)
+    assert torch.equal(held.product(one)[3], weight[:, 2200])
+    assert torch.equal(whole[1090], held.product(x[1083:])[7])
+    narrow = PlaneMatrix.of_blocks(blocks("Q6_K", 24, 2304))
+    assert narrow.product(x[:17]).isfinite().all()
+    try:
+        torch.set_num_threads(3)
+        for rows in (17, 33, 1056):
+            assert torch.equal(held.product(x[:rows]), whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+    with pytest.raises(ValueError, match="tiles multiply bfloat16 by a matrix in planes"):
+        cpu.kernels().many_rows(
+            native.ProductRows(threads=1, storage=0, rows=1, channels=256, x=1, matrix=held._native(None), out=1)
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_hangs_on_no_other_and_on_no_thread(isa, dtype):
     threads = torch.get_num_threads()
@@ -226,6 +269,18 @@ def test_parts_and_wholes():
         native.PackPlanes(format=held.number, threads=1, rows=1, channels=96, stored=1, planes=1)
     with pytest.raises(ValueError, match="row 58 is not among the matrix's 58"):
         held.rows(torch.tensor([0, 58]), torch.float32)
+
+
+def test_matrices_lie_behind_one_another_as_long_as_one_is_used():
+    first = PlaneMatrix.of_blocks(blocks("Q4_0", 16, 64))
+    second = PlaneMatrix.of_blocks(blocks("Q8_0", 16, 64))
+    base = first.weight.untyped_storage().data_ptr()
+    assert second.weight.untyped_storage().data_ptr() == base
+    assert second.weight.data_ptr() - first.weight.data_ptr() == -(-first.nbytes // 64) * 64
+    arena = weakref.ref(first._arena)
+    assert arena() is second._arena
+    del first, second
+    assert arena() is None
 
 
 MIXED = {

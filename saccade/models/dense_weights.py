@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
+from saccade.machine import forget_file_pages
 from saccade.models.identity import digest_weights, tensor_digest
 from saccade.models.llama_weights import Use
+from saccade.ops.arena import Arena
 from saccade.ops.matrices import DenseMatrix, Matrix
-
-ARENA_BYTES = 1 << 26
-LINE = 64  # values: weights begin at a cache line
 
 
 class SafetensorsWeights:
@@ -31,7 +29,7 @@ class SafetensorsWeights:
             tensors = safe_open(file, framework="pt")
             self._files.update(dict.fromkeys(tensors.keys(), tensors))
         self._device, self._dtype, self._digests = device, dtype, digests
-        self._arena = Arena(dtype)
+        self._arena = Arena()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -49,7 +47,7 @@ class SafetensorsWeights:
         if self._device.type != "cpu":
             placed = stored.to(self._dtype).to(self._device)
         elif use == "matrix":
-            return self._arena.take(stored, self.read)
+            return self._arena.take(stored, self._dtype, self.read)
         else:
             placed = stored.to(self._dtype, copy=use != "table")  # a copy by which no file stays mapped
         if placed is not stored:
@@ -69,26 +67,3 @@ class SafetensorsWeights:
     def read(self, part: Tensor) -> None:
         """See ``rounded_weights.PlainSource``."""
         forget_file_pages(part)
-
-
-class Arena:
-    """Memory with pages of 2 MiB for weights in the order in which a step reads them: its reading is faster by a
-    quarter. At most ``ARENA_BYTES`` of a file are held beside them, since its pages are let go once copied."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._room = torch.empty(0, dtype=dtype)
-
-    def take(self, weight: Tensor, read: Callable[[Tensor], None]) -> Tensor:
-        """A copy of ``weight`` in the arena's type. ``read`` is given each part that is copied."""
-        count = -(-weight.numel() // LINE) * LINE
-        if count > self._room.numel():
-            trim_memory()
-            self._room = torch.empty(max(count, ARENA_BYTES // self._room.itemsize), dtype=self._room.dtype)
-            ask_for_huge_pages(self._room)
-        moved = self._room[: weight.numel()].view(weight.shape)
-        rows = max(1, ARENA_BYTES // max(1, weight[0].nbytes))
-        for to, part in zip(moved.split(rows), weight.split(rows)):
-            to.copy_(part)
-            read(part)
-        self._room = self._room[count:]
-        return moved

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.models.dense_weights import Arena
 from saccade.models.gguf_header import GgufHeader, GgufTensor
 from saccade.models.gguf_names import ROTARY, name_of, undone
 from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
+from saccade.ops.arena import Arena
 from saccade.ops.block_weights import FORMATS
 from saccade.ops.dequantised import PIECE
 from saccade.ops.matrices import DenseMatrix, Matrix
@@ -110,7 +110,7 @@ class GgufWeights:
         self._mapped = Mapped()
         self._heads, self._kv_heads = heads, kv_heads
         self._device, self._dtype = device, dtype
-        self._arena = Arena(dtype)
+        self._arena = Arena()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -138,7 +138,7 @@ class GgufWeights:
         if use == "vector" or found.kind not in FORMATS:
             if use == "matrix" and self._device.type == "cpu":
                 stored = self._undone(found, self._mapped.rows(found)).view(self.shapes[name])
-                return self._arena.take(stored, self.read)
+                return self._arena.take(stored, self._dtype, self.read)
             return self.plain(name).to(self._device)
         return self._undone(found, self._mapped.rows(found)).to(self._device)
 

@@ -2,11 +2,14 @@
 one stream (csrc/plane_formats.h). They are packed once, as they are loaded, and are worth what their format says, to
 the bit.
 
-A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are.
+A product of a few rows of bfloat16 takes these in 8 bits, a scale for 32 channels; rows of float32 as they are. Many
+rows are multiplied by the weights in their own type, unpacked a piece at a time: by tiles (csrc/plane_tiles.h) on CPUs
+with AMX, elsewhere by torch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.ops import cpu
+from saccade.ops.arena import Arena
 from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.dequantised import PIECE
@@ -34,6 +38,7 @@ class PlaneMatrix(Matrix):
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
+    _arena: Arena | None = None  # that the weight lies in
 
     def __init__(self, weight: Tensor, outputs: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self._outputs = weight, bias, outputs
@@ -66,8 +71,8 @@ class PlaneMatrix(Matrix):
         """Of all rows in order, a piece at a time, whose memory may go when the next one is asked for: uint8 [n, bytes]
         of blocks, or codes, scales and zeros as :meth:`of_codes` takes them. All pieces but the last have whole groups
         of 16 rows."""
-        groups, first = -(-outputs // GROUP), 0
-        weight = torch.empty(groups, native.plane_group_bytes(cls.number, channels), dtype=torch.uint8, device="cpu")
+        groups, each, first, arena = -(-outputs // GROUP), native.plane_group_bytes(cls.number, channels), 0, _arena()
+        weight = arena.room(groups * each).view(groups, each)
         for stored, *more in pieces:
             if more:
                 cls._check(stored, *more)
@@ -82,7 +87,9 @@ class PlaneMatrix(Matrix):
             )
             native.pack_planes(call)
             first += stored.shape[0]
-        return cls(weight, outputs, bias)
+        made = cls(weight, outputs, bias)
+        made._arena = arena
+        return made
 
     @classmethod
     def _check(cls, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
@@ -112,10 +119,9 @@ class PlaneMatrix(Matrix):
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
-        out = x.new_empty(x.shape[0], self.outputs)
-        own = self.native(x.dtype) if x.shape[0] <= FEW_ROWS else None
-        if own is not None:
-            x = x.contiguous()
+        few, own = x.shape[0] <= FEW_ROWS, self.native(x.dtype)
+        if own is not None and (few or (x.dtype == torch.bfloat16 and cpu.kernels().has_many_rows)):
+            x, out = x.contiguous(), x.new_empty(x.shape[0], self.outputs)
             call = native.ProductRows(
                 threads=torch.get_num_threads(),
                 storage=STORAGE[x.dtype],
@@ -125,9 +131,13 @@ class PlaneMatrix(Matrix):
                 matrix=own,
                 out=address(out),
             )
-            cpu.kernels().product_rows(call)
+            (cpu.kernels().product_rows if few else cpu.kernels().many_rows)(call)
             return out
-        step = max(GROUP, PIECE // self.channels // GROUP * GROUP)
+        pieces = -(-self.outputs * self.channels // PIECE)
+        step = -(-self.outputs // pieces // GROUP) * GROUP
+        if step >= self.outputs:
+            return DenseMatrix(self._values(x.dtype, self.outputs, first=0), self.bias).product(x)
+        out = x.new_empty(x.shape[0], self.outputs)
         for first in range(0, self.outputs, step):
             part = slice(first, min(first + step, self.outputs))
             bias = None if self.bias is None else self.bias[part]
@@ -189,6 +199,18 @@ FORMATS: dict[str, type[PlaneMatrix]] = {
     )
     for number, (name, bits, step) in enumerate([] if native is None else native.plane_formats(), 1)
 }
+
+
+_last_arena: list[weakref.ref[Arena]] = []
+
+
+def _arena() -> Arena:
+    """Where the next matrix lies: behind the one before, as long as a matrix there is still in use."""
+    found = _last_arena[0]() if _last_arena else None
+    if found is None:
+        found = Arena()
+        _last_arena[:] = [weakref.ref(found)]
+    return found
 
 
 def packed(matrix: Matrix, read: Callable[[Tensor], None] = lambda part: None) -> Matrix:

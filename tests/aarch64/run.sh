@@ -45,6 +45,14 @@ cmake -S . -B "$root/kernels" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$PWD/tests/aarch6
   -DPython_INCLUDE_DIR="$system/usr/include/python3.11" -DCMAKE_CXX_FLAGS="-idirafter $system/usr/include"
 nice ninja -C "$root/kernels" -j "${JOBS:-1}"
 
+# Weights in planes, bit for bit (planes.cpp).
+compile() { aarch64-linux-gnu-g++ -O3 -std=c++17 -Icsrc "$@"; }
+compile -ffp-contract=fast -c csrc/planes_portable.cpp -o "$root/portable.o"
+compile -march=armv8-a -c csrc/planes_neon.cpp -o "$root/neon.o"
+compile -march=armv8.2-a+bf16+dotprod+i8mm -c csrc/planes_neon_bf16.cpp -o "$root/neon_bf16.o"
+compile -static tests/aarch64/planes.cpp csrc/threads.cpp "$root"/{portable,neon,neon_bf16}.o -o "$root/planes" -lpthread
+qemu-aarch64-static "$root/planes"
+
 # This environment's pure packages, and saccade's own modules.
 mkdir -p "$root/path" "$root/pure"
 ln -sfn "$PWD/saccade" "$root/path/saccade"
