@@ -55,10 +55,10 @@ class LayerStats:
             pairs = used.pairs if isinstance(used, ReadPairs) else pairs_of(used)
             if pairs.numel() == 1:
                 pairs = pairs.expand(self.heads)
-            have = self.attended
-            if have is not None and have.is_cuda:
-                pairs = pairs.to(have.device, non_blocking=True)
-            self.attended = pairs.clone() if have is None else have.to(pairs.device) + pairs
+            sums = self.attended
+            if sums is not None and sums.is_cuda:
+                pairs = pairs.to(sums.device, non_blocking=True)
+            self.attended = pairs.clone() if sums is None else sums.to(pairs.device) + pairs
         self.even += even or 0
         self.calls += 1
         self.causal += used.shape.causal_pairs

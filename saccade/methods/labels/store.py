@@ -182,8 +182,8 @@ class Labels(MethodState):
         weighs by its labels for each query head: ``q`` [heads, head_dim] -> fp32 [heads, last - first]."""
         if self._serves(self._codes) is None and first < last:
             picked, added = self._framed(self._picked(q, "q_head", WHOLE_BITS))
-            out, of = torch.empty(q.shape[0], last - first, device="cpu"), {"block": size, "first": first, "last": last}
-            self._run(picked, added=added, weights=out, scale=scale, cap=softcap or 0.0, **of)
+            out, cap = torch.empty(q.shape[0], last - first, device="cpu"), softcap or 0.0
+            self._run(picked, added=added, weights=out, block=size, first=first, last=last, scale=scale, cap=cap)
             return out
         scores = soft_capped(self.scores(q)[:, first * size : last * size] * scale, softcap)
         return torch.logsumexp(scores.unflatten(1, (last - first, size)), -1)
