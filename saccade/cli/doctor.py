@@ -91,8 +91,8 @@ def _models() -> dict[str, str]:
         "GGUF files of": ", ".join(READ),
         "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
         "folders in": "plain numbers, " + ", ".join(READERS),
-        "their products": "integers of AWQ, GPTQ and compressed-tensors have kernels on a CPU; on a GPU, and fp8 on a "
-        "CPU or by blocks, torch dequantises them",
+        "their products": "integers have kernels on a CPU and a GPU, mxfp4 on a CPU, fp8 on a GPU; mxfp4 on a GPU and "
+        "fp8 on a CPU or by blocks are dequantised by torch",
     }
 
 
