@@ -97,7 +97,7 @@ def _models(device: torch.device) -> dict[str, str]:
         "folders in": "plain numbers, " + ", ".join(READERS),
         "plain weights as": "quantize='int4' or 'int8'",
         "products with integers": slow_products(device) or "ready: AWQ, GPTQ, compressed-tensors, int4 and int8",
-        "products with fp8 in files": "torch dequantises them on a CPU, and by blocks",
+        "other products": "mxfp4 on a GPU, and fp8 on a CPU or by blocks, are dequantised by torch",
     }
 
 

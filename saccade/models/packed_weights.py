@@ -14,6 +14,8 @@ from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.identity import joined_digest, tensor_digest
 from saccade.models.llama_weights import Use
 from saccade.models.packed_header import PackedHeader, renamed
+from saccade.ops.block_weights import BlockMatrix
+from saccade.ops.dequantised import DequantisedMatrix
 from saccade.ops.fp8_weights import ScaledFp8Matrix
 from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
 from saccade.ops.matrices import Matrix
@@ -24,7 +26,9 @@ def product_notes(matrices: Iterable[Matrix]) -> list[str]:
     """What of the formats of ``matrices``, which a step multiplies by, has no kernel, as sentences."""
     parts, notes = list(matrices), []
     inner = [one.inner if isinstance(one, PermutedMatrix) else one for one in parts]
-    if slow := {str(one.format) for one in inner if isinstance(one, (GroupMatrix, ScaledFp8Matrix))}:
+    left = [one for one in inner if isinstance(one, DequantisedMatrix)]
+    # Blocks have kernels on every CPU for which the package was built.
+    if slow := {str(one.format) for one in left if one.weight.is_cuda or not isinstance(one, BlockMatrix)}:
         notes.append(
             f"no kernel here multiplies weights in {', '.join(sorted(slow))}: torch dequantises a piece of a matrix at "
             "a time, for each product"
