@@ -43,6 +43,8 @@ demo: setup
 real: setup
 	@$(BIN)/saccade fetch --skip --to build/real $(MODELS)
 
+# Tests start some forty processes, which find compiled what the first of them imports, whatever the shell says.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=60 -m "not thorough"
 
