@@ -29,10 +29,15 @@ from saccade.engine.host import HostAttention
 from saccade.kv import view
 
 
+def pytest_collection() -> None:
+    gc.disable()  # until it is done: what is imported and collected is no garbage
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end, so no collection of garbage need walk over it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
