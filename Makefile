@@ -13,6 +13,9 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
+# What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
+BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
+
 .PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
@@ -28,8 +31,8 @@ $(STAMP): $(SOURCES)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)"
 	@echo "installing saccade into $(VENV)"
 	@$(BIN)/python -m pip uninstall -q -y saccade 2>/dev/null || true  # its distribution's name up to 0.1
-	@$(if $(LOCKED),$(BIN)/python -m pip install -q --no-deps --require-hashes -r $(LOCK))
-	@$(BIN)/python -m pip install -q $(if $(LOCKED),--no-deps -e .,-e '.[dev]')
+	@$(BIN)/python -m pip install -q $(if $(LOCKED),--no-deps --require-hashes -r $(LOCK),$(BUILDERS))
+	@$(BIN)/python -m pip install -q --no-build-isolation $(if $(LOCKED),--no-deps -e .,-e '.[dev]')
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
@@ -40,6 +43,8 @@ demo: setup
 real: setup
 	@$(BIN)/saccade fetch --skip --to build/real $(MODELS)
 
+# Tests start some forty processes, which find compiled what the first of them imports, whatever the shell says.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist worksteal --durations=60 -m "not thorough"
 
@@ -123,7 +128,7 @@ test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minute
 	$(BIN)/python -m pytest -q tests/server_ray.py
 
 build: setup
-	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 
 # This machine's wheel and the one without kernels, each tried in an environment that has this one's other packages.
 # Those that are published come from `python -m cibuildwheel` on machines of their architecture.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -26,6 +27,21 @@ from saccade import LLM
 from saccade.engine import config
 from saccade.engine.host import HostAttention
 from saccade.kv import view
+
+
+def pytest_collection() -> None:
+    gc.disable()  # until it is done: what is imported and collected is no garbage
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end, so no collection of garbage need walk over it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else what is left when the interpreter ends looks like a leak of the kernels' module
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -46,7 +46,7 @@ class Running:
             assert response.headers["content-type"].startswith("text/event-stream")
             return parsed(response.iter_lines())
 
-    def idle(self, seconds: float = 20) -> None:
+    def idle(self, seconds: float = 60) -> None:
         """Wait until nothing is asked of the engine, and nothing is held for anybody."""
         serving = self.serving
 
@@ -57,7 +57,7 @@ class Running:
         until(quiet, seconds)
 
 
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait for it."""
     ends = time.monotonic() + seconds
     while not condition():

@@ -31,7 +31,11 @@ FORKS = """
 import os, sys
 from saccade import LLM
 from saccade.cli.main import main
-asked, errors = "generate -m reference hi".split(), sys.argv[1]
+from saccade.models.loader import load_model
+
+errors, model = sys.argv[1:]
+load_model(model)
+asked = ["generate", "-m", model, "hi"]
 
 def fork(name, out, words):
     if os.fork():
@@ -68,10 +72,14 @@ def test_what_cannot_be_opened_is_one_line(args, capfd):
     assert said.count("\n") == 1
 
 
-def test_output_that_is_full_closed_or_unread(tmp_path):
+def test_output_that_is_full_closed_or_unread(tmp_path, tiny_llama):
     """What cannot be written is one line and exit code 2; what nobody reads ends in silence."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", FORKS, str(tmp_path), str(tiny_llama)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     assert done.stdout.split("\n")[:3] == ["full 2", "closed 0", "unread 0"]
     said = {name: (tmp_path / name).read_text(encoding="utf-8") for name in ("full", "closed", "unread")}

@@ -73,7 +73,7 @@ def test_an_interrupt_between_any_two_lines_ends_what_was_asked(tiny_llama, prom
     for way, call in ways.items():
         number = 0
         while interrupted_at(number := number + 1, call) and number < 110:  # in the end it waits for the answer
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while llm.engine.busy and time.monotonic() < deadline:
                 time.sleep(0.001)
             assert time.monotonic() < deadline, f"{way}, line {number}: a request runs on"

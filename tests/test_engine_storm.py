@@ -79,7 +79,7 @@ def llm(tmp_path_factory):
     made = LLM(folder, dtype="float32", kv_memory="5MiB", prefill_chunk=64, threads=1)
     yield made
     made.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left

@@ -81,9 +81,10 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
         (9, "fifo", 4, False, "block"),
         (18, "clock", 1, False, "block"),
         (9, "lru", 4, True, "block"),
-        (30, "clock", 1, True, "head"),
+        (30, "clock", 2, True, "head"),
         (9, "lru", 4, "disk", "block"),
         *thorough([(100, "lru", 3, False, "block"), (30, "clock", 3, "disk", "block")]),
+        *thorough([(30, "clock", 1, True, "head")]),
         *thorough([(30, "clock", 1, True, "block"), (9, "lru", 3, True, "head"), (30, "clock", 1, "disk", "block")]),
     ],
 )

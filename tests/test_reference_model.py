@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import spread
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from saccade.errors import ModelError
@@ -138,7 +139,7 @@ def wrong_bytes(model: LlamaForCausalLM, text: str, facts: list[Fact], attention
     return wrong
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_every_fact_at_1k(model: LlamaForCausalLM, seed: int) -> None:
     facts = make_facts(8, seed)
     text = document(1024, facts, seed)
@@ -185,8 +186,11 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("pair", HARD, ids=lambda pair: pair[0].replace(" ", "-")[:20])
+@pytest.mark.parametrize(
+    ("pair", "swap"),
+    spread(HARD, [False, True]),
+    ids=lambda one: one[0].replace(" ", "-")[:20] if isinstance(one, tuple) else None,
+)
 def test_sentences_that_differ_in_one_word(model: LlamaForCausalLM, pair: tuple[str, str], swap: bool) -> None:
     questions = pair[::-1] if swap else pair
     facts = [Fact("", question, value) for question, value in zip(questions, ("7391-XKQ", "0482-BDF"))]

@@ -186,13 +186,17 @@ def test_a_failure_has_a_status_before_the_first_token_and_an_event_after_it(ser
 def test_tokens_and_the_failure_after_them_are_told_apart_when_they_come_together(
     server, monkeypatch, in_the_next_pass
 ):
+    failed = threading.Event()
+
     def fail():
+        failed.set()
         raise RuntimeError("planted")
 
     take = AsyncOutputs.take
 
     async def late(outputs):
-        await asyncio.sleep(0.5)  # by then the request has had its first token, and has failed
+        while not failed.is_set() or server.llm.engine.busy:
+            await asyncio.sleep(0.01)
         return await take(outputs)
 
     monkeypatch.setattr(AsyncOutputs, "take", late)
@@ -281,7 +285,7 @@ def test_the_command_answers_and_ends_in_order():
     assert got[-1] == "[DONE]"
     assert got[-2]["choices"][0]["finish_reason"] == "length"
     rest = process.stderr.read()  # until the engine's process, which writes there too, has ended
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert "Traceback" not in rest
     assert "leaked" not in rest  # as nanobind says where what is frozen is never collected
     assert secret not in rest

@@ -396,9 +396,7 @@ def test_weighing_ends_where_it_is_enough():
     assert weight({"abc": ["de", 1]}) == 4 * 64 + 5
     many = [{"a": "x"}] * 10**6
     assert 1000 < weight(many, 1000) < 1200
-    began = time.perf_counter()
-    weight([many, "x"], 1000)
-    assert time.perf_counter() - began < 1
+    assert seconds(weight, [many, "x"], 1000) < 1
 
 
 def test_an_ingress_routes_what_it_cannot_read():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
+from itertools import chain
 
 import pytest
 from engine_helpers import make
 from openai import OpenAI
 from response_events import RESOURCE, Order, follow
-from server_helpers import GREEDY, error, serving
+from server_helpers import GREEDY, error, parsed, serving
 from test_server_structured import TOOL, template_with_tools
 from tiny_models import make_checkpoint
 
@@ -273,12 +274,18 @@ def test_an_error_calls_a_field_by_the_name_that_the_client_gave(server, fields,
 
 
 def test_a_response_that_fails_says_so_in_an_event(server, in_the_next_pass):
+    begun = threading.Event()
+
     def fail():
-        time.sleep(0.3)  # the first token is on its way by then, and with it the stream's status
+        begun.wait(60)  # for the first token, and with it the stream's status
         raise RuntimeError("planted")
 
     in_the_next_pass(fail, "decode")
-    events = server.events("/v1/responses", {"input": "x", **ASK})
+    with server.client.stream("POST", "/v1/responses", json={"input": "x", **ASK, "stream": True}) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        begun.set()
+        events = parsed(chain([first], lines))
     assert [event["type"] for event in events[-3:-1]] == ["error", "response.failed"]
     assert events[-2]["response"]["status"] == "failed"
     assert "planted" in events[-2]["response"]["error"]["message"]

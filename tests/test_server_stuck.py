@@ -131,7 +131,7 @@ class Stream(threading.Thread):
         self.url, self.body = server.url, {"prompt": "x", **LONG, "stream": True, **fields}
         self.begun, self.events = threading.Event(), []
         self.start()
-        assert self.begun.wait(30)
+        assert self.begun.wait(60)
 
     def run(self) -> None:
         with httpx.stream("POST", self.url + "/v1/completions", json=self.body, timeout=60) as response:
@@ -141,7 +141,7 @@ class Stream(threading.Thread):
             self.events = parsed(iter([first, *lines]))
 
     def failure(self) -> dict:
-        self.join(30)
+        self.join(60)
         assert self.events[-1] == "[DONE]"
         return self.events[-2]["error"]
 
@@ -215,8 +215,8 @@ def test_a_server_ends_in_its_time_though_the_engine_hangs(server, hang, unseen)
     assert error(refused)[:2] == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) >= 1
     assert stream.failure()["code"] == "shutting_down"
-    server.serving.engine.process.wait(20)
-    assert time.monotonic() - began < 15  # CLOSING is 120
+    server.serving.engine.process.wait(60)
+    assert time.monotonic() - began < 60  # CLOSING is 120
     hang.unlink()
 
 
