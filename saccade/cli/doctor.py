@@ -94,9 +94,7 @@ def _models(device: torch.device) -> dict[str, str]:
         "families": ", ".join(FAMILIES),
         "GGUF files of": ", ".join(READ),
         "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
-        "plain weights as": "ready: quantize='int4' or 'int8'"
-        if slow is None
-        else f"quantize='int4' or 'int8': {slow}",
+        "plain weights as": f"int4, int8 (quantize): {slow or 'ready'}",
     }
 
 

@@ -41,7 +41,8 @@ class EngineConfig:
     ``bfloat16`` or ``float16``. ``quantize``, for weights of 16 or 32 bits (docs/models.md): ``int4`` or ``int8``:
     all matrices rounded to integers by groups of channels as they are loaded, embedding and head to 8 bits; ``fp8``:
     weights of the layers held, and their products run, in 8-bit floats on a GPU that has such products;
-    ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
+    ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``max_model_len``: most tokens of one
+    sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
     (profiling.py). ``kv_host``: bytes of host memory where keys and
