@@ -1,8 +1,7 @@
 """Plain weights rounded to integers of 4 or 8 bits by groups of 32 channels as they are loaded: ``quantize="int4"``
 and ``"int8"``. Each weight becomes the nearest of its group's values; nothing is fitted to data.
 
-Codes of 4 bits lie between a group's least and greatest weight (and 0), with the integer zero that is nearest; those of
-8 bits symmetrically about 0. Scales are float16.
+Codes lie between a group's least and greatest weight, and 0, which is the nearest code. Scales are float16.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ def rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.aminmax(dim=-1)
     low, high = low.clamp_(max=0), high.clamp_(min=0)
     last = (1 << bits) - 1
-    if bits == 8:
-        scales = (torch.maximum(high, -low) / 127).half()
-        zeros = torch.full_like(scales, 128.0, dtype=torch.float32)
-    else:
-        scales = ((high - low) / last).half()
-        zeros = (-low * _inverse(scales)).round_().clamp_(0, last)
+    scales = ((high - low) / last).half()
+    zeros = (-low * _inverse(scales)).round_().clamp_(0, last)
     if bool(scales.isinf().any()):
         raise SaccadeError(f"weights as large as {float(weight.abs().max()):.3g} cannot be rounded to {bits} bits")
     codes = groups.mul_(_inverse(scales)[..., None]).round_().add_(zeros[..., None]).clamp_(0, last)
