@@ -11,11 +11,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from test_block_formats import random_blocks
 
-from saccade.models import dense_weights, identity
+from saccade.models import identity
 from saccade.models.gguf_parts import read_header
 from saccade.models.gguf_weights import GgufWeights
-from saccade.models.llama_weights import matrix_of
-from saccade.ops import cpu, planes
+from saccade.ops import arena, cpu, planes
 
 OUTPUTS, SAME, BLOCKS = 24576, 24, 4  # rows, of which so many are drawn, and blocks of 256 channels
 PIECE = 1 << 18  # bytes, of a matrix of 13 to 48 MiB
@@ -53,7 +52,7 @@ def mapped(file: Path) -> int:
 @pytest.fixture
 def source(request, tmp_path, monkeypatch):
     monkeypatch.setattr(planes, "PACKED", PIECE)
-    monkeypatch.setattr(dense_weights, "ARENA_BYTES", PIECE)
+    monkeypatch.setattr(arena, "COPIED", PIECE)
     monkeypatch.setattr(identity, "PIECE", PIECE)
     file = written(tmp_path / "m.gguf", request.param)
     return file, GgufWeights(read_header(file), 4, 4, torch.device("cpu"), torch.bfloat16)
@@ -73,7 +72,7 @@ def test_pages_of_a_matrix_are_given_back_while_it_is_packed(source, monkeypatch
         real(self, part)
 
     monkeypatch.setattr(GgufWeights, "read", read)
-    made = matrix_of(weights, "model.embed_tokens")
+    made = weights.matrix("model.embed_tokens")
     assert 0 < most <= PIECE + AROUND
     weights.let_go()
     assert mapped(file) <= AROUND

@@ -22,12 +22,10 @@ from saccade.ops.matrices import Matrix
 
 def check_plain(checkpoint: Checkpoint, quantize: str) -> None:
     """ModelError for a checkpoint whose weights are quantised already."""
-    what = None if checkpoint.gguf is None else checkpoint.gguf.path.name
-    if checkpoint.config.get("quantization_config"):
-        what = "its config.json has a quantization_config, and it"
-    if what is not None:
+    if checkpoint.gguf is not None or checkpoint.packed is not None:
+        named = checkpoint.path.name if checkpoint.gguf is None else checkpoint.gguf.path.name
         raise ModelError(
-            f"{checkpoint.path}: quantize={quantize!r} is for weights of 16 or 32 bits; {what} has fewer: leave it out"
+            f"{checkpoint.path}: quantize={quantize!r} is for weights of 16 or 32 bits; {named} has fewer: leave it out"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -185,7 +186,7 @@ def _for_rows_in_e4m3(parts: list[Matrix]) -> Callable[[Matrix], Matrix] | None:
 def _joined(made: dict[str, Matrix], names: Sequence[str], convert: Callable[[Matrix], Matrix] | None) -> Matrix | None:
     """Matrices of ``made`` as one, of which theirs become parts; None where they cannot be joined."""
     parts = [made[name] for name in names]
-    if not all(parts[0].alike(part) for part in parts):
+    if not all(one.alike(other) for one, other in pairwise(parts)):
         return None
     whole = parts[0].join(parts)
     if convert is not None:

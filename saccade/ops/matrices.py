@@ -82,7 +82,7 @@ class Matrix(ABC):
         return plain
 
     def alike(self, other: Matrix) -> bool:
-        """Whether :meth:`join` takes both."""
+        """Whether :meth:`join` takes ``other`` behind this one."""
         return type(self) is type(other)
 
     @staticmethod

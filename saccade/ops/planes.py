@@ -54,8 +54,8 @@ class PlaneMatrix(Matrix):
         return type(self)(stored[0], GROUP * stored[0].shape[0] if bias is None else bias.numel(), bias)
 
     def alike(self, other: Matrix) -> bool:
-        """See :class:`Matrix`: where both have whole groups."""
-        return super().alike(other) and self.outputs % GROUP == other.outputs % GROUP == 0
+        """See :class:`Matrix`: behind whole groups."""
+        return super().alike(other) and self.outputs % GROUP == 0
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:

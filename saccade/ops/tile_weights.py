@@ -129,8 +129,8 @@ class TileMatrix(Matrix):
         return type(self)(stored[0], outputs, self.channels, bias)
 
     def alike(self, other: Matrix) -> bool:
-        """See :class:`Matrix`: where both have whole tiles."""
-        return super().alike(other) and self.outputs % TILE == other.outputs % TILE == 0
+        """See :class:`Matrix`: behind whole tiles."""
+        return super().alike(other) and self.outputs % TILE == 0
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`: by kernels that read the tiles, or, of many rows, by values of a piece at a time."""
