@@ -17,9 +17,7 @@ pytestmark = pytest.mark.real
 
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0, ignore_eos=True)
 CASES = [("smollm2", name) for name in FOLDERS]
-CASES += [
-    ("qwen2.5-coder", name) for name in ("awq", "gptq", "gptq_sym", "gptq_act", "w4a16_asym", "w8a8", "fp8_blocks")
-]
+CASES += [("qwen2.5-coder", name) for name in ("awq", "gptq", "gptq_sym", "gptq_act", "w4a16_asym", "w8a8")]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
