@@ -146,7 +146,7 @@ def tensor_digest(
     dtype = dtype or tensor.dtype
     digest = xxhash.xxh3_128(f"{dtype} {list(tensor.shape)}".encode())
     for part in tensor.detach().reshape(-1).split(max(1, PIECE // tensor.itemsize)):
-        digest.update(memoryview(part.to(dtype).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
+        digest.update(memoryview(part.to(dtype).view(torch.uint8).cpu().numpy()))
         read(part)
     return digest.hexdigest()
 

@@ -61,4 +61,5 @@ def rounded_matrix(
     if weight.device.type == "cpu" and cpu.available():
         return PLANES[name].of_pieces(outputs, channels, pieces(), bias)
     made = [(packed_codes(codes, bits), scales, zeros) for codes, scales, zeros in pieces()]
-    return FORMATS[name](*(torch.cat(same) for same in zip(*made)), bias)
+    whole, scales, zeros = (torch.cat(same) for same in zip(*made))
+    return FORMATS[name](whole, scales, zeros, bias)
