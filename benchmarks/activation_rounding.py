@@ -1,6 +1,6 @@
 """What activations of 8 bits cost a quantised model on a CPU: perplexity, and KL from the same weights in float32.
 
-    python benchmarks/activation_rounding.py model-Q4_K_M.gguf novel.txt [--tokens 20480] [--length 1024] [--skip 200000]
+    python benchmarks/activation_rounding.py model-Q4_K_M.gguf novel.txt [--tokens 20480] [--length 1024]
 
 The text is cut into pieces of --length tokens. Each runs in float32, where activations are multiplied as they are; in
 bfloat16 in passes of 16 rows, whose products take activations of 8 bits as decode does; and in bfloat16 in passes of
