@@ -1,6 +1,6 @@
 """What activations of 8 bits cost a quantised model on a CPU: perplexity, and KL from the same weights in float32.
 
-    python benchmarks/activation_rounding.py model-Q4_K_M.gguf novel.txt [--tokens 20480] [--length 1024] [--skip N]
+    python benchmarks/activation_rounding.py model-Q4_K_M.gguf novel.txt [--tokens 20480] [--length 1024]
 
 The text is cut into pieces of --length tokens. Each runs in float32, where activations are multiplied as they are; in
 bfloat16 in passes of 16 rows, whose products take activations of 8 bits as decode does; and in bfloat16 in passes of
@@ -80,7 +80,7 @@ def main() -> None:
                     sum((a.exp() * (a - b)).sum(-1).sum() for a, b in zip(true.split(64), found.split(64))) / len(true)
                 )
             )
-        for dtype, rows in WAYS if first + args.length >= len(ids) else WAYS[1:2]:
+        for dtype, rows in WAYS:
             way = dtype, rows
             error = statistics.stdev(kl[way]) / len(kl[way]) ** 0.5 if len(kl[way]) > 1 else 0.0
             perplexity = torch.tensor(losses[way], dtype=torch.float64).mean().exp()

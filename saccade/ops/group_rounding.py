@@ -61,5 +61,5 @@ def rounded_matrix(
     if weight.device.type == "cpu" and cpu.available():
         return PLANES[name].of_pieces(outputs, channels, pieces(), bias)
     made = [(packed_codes(codes, bits), scales, zeros) for codes, scales, zeros in pieces()]
-    codes, scales, zeros = (torch.cat(same) for same in zip(*made))
-    return FORMATS[name](codes, scales, zeros, bias)
+    whole, scales, zeros = (torch.cat(same) for same in zip(*made))
+    return FORMATS[name](whole, scales, zeros, bias)

@@ -62,7 +62,8 @@ class PlaneMatrix(Matrix):
         """A matrix scale * (code - zero), of INT formats: ``codes`` uint8 [outputs, channels], ``scales`` in the
         format's type and ``zeros`` uint8 [outputs, channels / step]. SaccadeError for tensors of other types or shapes,
         and for codes of more bits than the format's."""
-        return cls.of_pieces(codes.shape[0], codes.shape[1], [(codes, scales, zeros)], bias)
+        outputs, channels = codes.shape
+        return cls.of_pieces(outputs, channels, [(codes, scales, zeros)], bias)
 
     @classmethod
     def of_pieces(
