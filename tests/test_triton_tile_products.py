@@ -14,7 +14,7 @@ from saccade.ops.dequantised import DequantisedMatrix
 from saccade.ops.group_weights import FORMATS as GROUPS
 from saccade.ops.group_weights import packed_codes
 from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileMatrix, tiled
-from saccade.ops.triton import tile_products
+from saccade.ops.triton import tile_operands, tile_products
 
 
 def stored(name: str, outputs: int, channels: int, wild: bool) -> DequantisedMatrix:
@@ -83,7 +83,7 @@ def test_the_assembly_makes_codes_less_their_zero(name, magic):
     word, further = rng.integers(0, 1 << 32, (2, 500), dtype=np.uint32)
     for part in range(layout.span // layout.part):
         field = part % (16 // layout.bits)
-        text = tile_products._assembly.fn(
+        text = tile_operands.assembly.fn(
             layout.bits, layout.more, field * layout.bits, part * layout.more, layout.zero, magic
         )
         made = run(text, {"$1": word, "$2": further}, magic)
