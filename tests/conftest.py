@@ -111,18 +111,20 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
-    real, whole = HostAttention.run, HostAttention.whole
+    before = {name: vars(HostAttention)[name] for name in ("run", "whole", "context")}
+    real = before["run"]
 
     def arm(happens: Callable[[], None], phase: str | None = None) -> None:
         def run(self, layer, *rest):
             out = real(self, layer, *rest)
             if layer == 1 and phase in (None, *(rows.scheduled.phase for rows in self.rows)):
-                monkeypatch.setattr(HostAttention, "run", real)
-                monkeypatch.setattr(HostAttention, "whole", whole)
+                for name, one in before.items():
+                    monkeypatch.setattr(HostAttention, name, one)
                 happens()
             return out
 
         monkeypatch.setattr(HostAttention, "run", run)
         monkeypatch.setattr(HostAttention, "whole", lambda self: None)  # one call of all layers has no middle
+        monkeypatch.setattr(HostAttention, "context", property(lambda self: self))  # nor do joined rows tell of theirs
 
     return arm

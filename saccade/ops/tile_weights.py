@@ -177,7 +177,7 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _layout(kind: type[BlockMatrix], bits: int) -> Layout:
-    blank = kind.parts(torch.zeros(1, kind.block_bytes, dtype=torch.uint8))
+    blank = kind.parts(torch.zeros(1, kind.block_bytes, dtype=torch.uint8, device="cpu"))
     runs = 1 if blank.factors is None else blank.factors.shape[1]
     return Layout(
         bits=8 if bits == 8 else 4,
