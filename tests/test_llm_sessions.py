@@ -114,17 +114,14 @@ def test_a_cancelled_turn_leaves_no_trace(llm, undisturbed, policy, after):
     assert answers == kept
 
 
-def test_a_turn_that_fails_leaves_the_session_as_it_was(llm, monkeypatch):
-    from saccade.methods.psa import PSA
-
+def test_a_turn_that_fails_leaves_the_session_as_it_was(llm, in_the_next_pass):
     kept = turns_of(llm, "psa")
     with llm.session("psa") as session:
         answers = [tokens(session.generate(TURNS[0], GREEDY))]
         before = session.token_ids
-        with monkeypatch.context() as patch:
-            patch.setattr(PSA, "select_decode", lambda *rest: 1 / 0)
-            with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
-                output = session.generate(random_ids(50, seed=3), GREEDY)
+        in_the_next_pass(lambda: 1 / 0, phase="decode")
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+            output = session.generate(random_ids(50, seed=3), GREEDY)
         assert output.outputs[0].finish_reason == "error"
         assert session.token_ids == before
         answers += [tokens(session.generate(turn, GREEDY)) for turn in TURNS[1:]]
