@@ -85,7 +85,12 @@ def test_channels_in_an_order_of_their_own():
         first, second = one.split([16, 21])
         assert torch.equal(second.rows(torch.arange(21), torch.float32), values.float()[16:])
         assert first.alike(second)
+        joined = first.join([first, second])
+        assert joined.outputs == 37
+        assert torch.equal(joined.product(x), one.product(x))
     other = by_groups(weight, scales, zeros, 4, None, 64, which.flip(0).contiguous())
+    bare = packed(other)
+    assert bare.join(bare.split([16, 21])).outputs == 37  # no bias tells how many there are
     assert not held.alike(other)
     assert not held.alike(held.inner)
     for plain in (None, torch.zeros(384), -torch.ones(384).int(), torch.arange(384) // 64):

@@ -149,6 +149,12 @@ class PermutedMatrix(Matrix):
         """See :class:`Matrix`."""
         return [PermutedMatrix(part, self.order) for part in self.inner.split(widths)]
 
+    @staticmethod
+    def join(parts: Sequence[Matrix]) -> Matrix:
+        """See :class:`Matrix`."""
+        held = [part for part in parts if isinstance(part, PermutedMatrix)]
+        return PermutedMatrix(held[0].inner.join([part.inner for part in held]), held[0].order)
+
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
         return self.inner.product(x.index_select(1, self.order))

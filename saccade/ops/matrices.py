@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from saccade.errors import SaccadeError
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.layer_weights import HeadNorms
@@ -97,6 +98,52 @@ def joined_bias(parts: Sequence[Matrix]) -> Tensor | None:
         return None
     kept = next(part.bias for part in parts if part.bias is not None)
     return torch.cat([kept.new_zeros(part.outputs) if part.bias is None else part.bias for part in parts])
+
+
+class GroupedMatrix(Matrix):
+    """A matrix whose outputs lie together in groups of ``together``: ``weight`` [ceil(outputs / together), ...]. Parts
+    of one begin at whole groups."""
+
+    together: ClassVar[int]
+    laid: ClassVar[str]  # what groups are called
+    _outputs: int
+
+    @property
+    def outputs(self) -> int:
+        """See :class:`Matrix`."""
+        return self._outputs
+
+    @abstractmethod
+    def part(self, weight: Tensor, outputs: int, bias: Tensor | None) -> Matrix:
+        """A matrix of this kind, and of the same channels, of other groups."""
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> Matrix:
+        """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
+        return self.part(stored[0], self.together * len(stored[0]) if bias is None else bias.numel(), bias)
+
+    def alike(self, other: Matrix) -> bool:
+        """See :class:`Matrix`: behind whole groups."""
+        return super().alike(other) and self.outputs % self.together == 0
+
+    def split(self, widths: Sequence[int]) -> list[Matrix]:
+        """See :class:`Matrix`. SaccadeError where a part would begin within a group."""
+        if any(width % self.together for width in widths[:-1]):
+            raise SaccadeError(
+                f"{self.format} in {self.laid} splits at multiples of {self.together} outputs; got {list(widths)}"
+            )
+        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
+        parts = self.weight.split([-(-width // self.together) for width in widths])
+        return [self.part(*one) for one in zip(parts, widths, biases)]
+
+    @staticmethod
+    def join(parts: Sequence[Matrix]) -> Matrix:
+        """See :class:`Matrix`. SaccadeError where one but the last has no whole groups."""
+        first = parts[0]
+        assert isinstance(first, GroupedMatrix)
+        if any(part.outputs % first.together for part in parts[:-1]):
+            raise SaccadeError(f"{first.format} in {first.laid} joins multiples of {first.together} outputs")
+        weight, outputs = torch.cat([part.weight for part in parts]), sum(part.outputs for part in parts)
+        return first.part(weight, outputs, joined_bias(parts))
 
 
 class DenseMatrix(Matrix):

@@ -23,7 +23,7 @@ from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.dequantised import PIECE
 from saccade.ops.group_weights import GroupMatrix, PermutedMatrix
-from saccade.ops.matrices import DenseMatrix, Matrix, on_host
+from saccade.ops.matrices import DenseMatrix, GroupedMatrix, Matrix, on_host
 from saccade.ops.tile_weights import tiled
 
 GROUP = 16  # rows that lie together
@@ -31,10 +31,11 @@ PACKED = 1 << 23  # bytes that are packed at once: what a file's mapping takes o
 FEW_ROWS = 16  # up to which a product reads the planes; from more on it unpacks them
 
 
-class PlaneMatrix(Matrix):
+class PlaneMatrix(GroupedMatrix):
     """``weight`` uint8 [ceil(outputs / 16), bytes]; what fills up the last group is 0. ``bias`` in the activations'
     dtype. A format is a subclass."""
 
+    together, laid = GROUP, "planes"
     number: ClassVar[int]  # of the format in csrc/plane_formats.h
     bits: ClassVar[int]  # of a code
     step: ClassVar[int]  # channels are a multiple of it
@@ -44,18 +45,9 @@ class PlaneMatrix(Matrix):
         self.weight, self.bias, self._outputs = weight, bias, outputs
         self.channels = weight.shape[1] // native.plane_group_bytes(self.number, self.step) * self.step
 
-    @property
-    def outputs(self) -> int:
-        """See :class:`Matrix`."""
-        return self._outputs
-
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> PlaneMatrix:
-        """See :class:`Matrix`: of whole groups, or of as many outputs as ``bias`` has."""
-        return type(self)(stored[0], GROUP * stored[0].shape[0] if bias is None else bias.numel(), bias)
-
-    def alike(self, other: Matrix) -> bool:
-        """See :class:`Matrix`: behind whole groups."""
-        return super().alike(other) and self.outputs % GROUP == 0
+    def part(self, weight: Tensor, outputs: int, bias: Tensor | None) -> PlaneMatrix:
+        """See :class:`GroupedMatrix`."""
+        return type(self)(weight, outputs, bias)
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None) -> PlaneMatrix:
@@ -164,22 +156,6 @@ class PlaneMatrix(Matrix):
         )
         cpu.kernels().plane_rows(call)
         return out.to(dtype)
-
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`. SaccadeError where a part would begin within a group of 16."""
-        if any(width % GROUP for width in widths[:-1]):
-            raise SaccadeError(f"{self.format} in planes splits at multiples of {GROUP} outputs; got {list(widths)}")
-        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
-        parts = self.weight.split([-(-width // GROUP) for width in widths])
-        return [type(self)(part, width, bias) for part, width, bias in zip(parts, widths, biases)]
-
-    @staticmethod
-    def join(parts: Sequence[Matrix]) -> Matrix:
-        """See :class:`Matrix`. SaccadeError where one but the last has no whole groups of 16."""
-        if any(part.outputs % GROUP for part in parts[:-1]):
-            raise SaccadeError(f"{parts[0].format} in planes joins multiples of {GROUP} outputs")
-        joined, kind = Matrix.join(parts), FORMATS[str(parts[0].format)]
-        return kind(joined.weight, sum(part.outputs for part in parts), joined.bias)
 
     def native(self, dtype: torch.dtype) -> Any | None:
         """See :class:`Matrix`."""

@@ -12,7 +12,6 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.errors import SaccadeError
 from saccade.ops import triton
 from saccade.ops.block_weights import FORMATS as BLOCKS
 from saccade.ops.block_weights import BlockMatrix, BlockParts
 from saccade.ops.group_weights import FORMATS as GROUPS
 from saccade.ops.group_weights import GroupMatrix
-from saccade.ops.matrices import DenseMatrix, Matrix, joined_bias
+from saccade.ops.matrices import DenseMatrix, GroupedMatrix, Matrix
 
 TILE = 64  # outputs
 WORD = 16  # bits
@@ -66,19 +64,19 @@ class Layout:
         return [codes, more, *own]
 
 
-class TileMatrix(Matrix):
+class TileMatrix(GroupedMatrix):
     """``weight`` uint8 [ceil(outputs / 64), bytes of a tile]; what fills up the last tile, and the last span, is 0.
     ``bias`` in the activations' dtype. A format is a subclass."""
 
+    together, laid = TILE, "tiles"
     layout: ClassVar[Layout]
 
     def __init__(self, weight: Tensor, outputs: int, channels: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self.channels, self._outputs = weight, bias, channels, outputs
 
-    @property
-    def outputs(self) -> int:
-        """See :class:`Matrix`."""
-        return self._outputs
+    def part(self, weight: Tensor, outputs: int, bias: Tensor | None) -> TileMatrix:
+        """See :class:`GroupedMatrix`."""
+        return type(self)(weight, outputs, self.channels, bias)
 
     @staticmethod
     def of_weights(matrix: BlockMatrix | GroupMatrix) -> TileMatrix:
@@ -123,15 +121,6 @@ class TileMatrix(Matrix):
         ]
         return torch.cat([one.view(torch.uint8) for one in sections], 1)
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> TileMatrix:
-        """See :class:`Matrix`: of whole tiles, or of as many outputs as ``bias`` has."""
-        outputs = TILE * len(stored[0]) if bias is None else bias.numel()
-        return type(self)(stored[0], outputs, self.channels, bias)
-
-    def alike(self, other: Matrix) -> bool:
-        """See :class:`Matrix`: behind whole tiles."""
-        return super().alike(other) and self.outputs % TILE == 0
-
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`: by kernels that read the tiles, or, of many rows, by values of a piece at a time."""
         from saccade.ops.triton import tile_products  # needs Triton
@@ -151,22 +140,6 @@ class TileMatrix(Matrix):
         from saccade.ops.triton import tile_products  # needs Triton
 
         return tile_products.values(self, ids, dtype)
-
-    def split(self, widths: Sequence[int]) -> list[Matrix]:
-        """See :class:`Matrix`. SaccadeError where a part would begin within a tile."""
-        if any(width % TILE for width in widths[:-1]):
-            raise SaccadeError(f"{self.format} in tiles splits at multiples of {TILE} outputs; got {list(widths)}")
-        biases = [None] * len(widths) if self.bias is None else self.bias.split(list(widths))
-        parts = self.weight.split([-(-width // TILE) for width in widths])
-        return [type(self)(part, width, self.channels, bias) for part, width, bias in zip(parts, widths, biases)]
-
-    @staticmethod
-    def join(parts: Sequence[Matrix]) -> Matrix:
-        """See :class:`Matrix`. SaccadeError where one but the last has no whole tiles."""
-        if any(part.outputs % TILE for part in parts[:-1]):
-            raise SaccadeError(f"{parts[0].format} in tiles joins multiples of {TILE} outputs")
-        weight, outputs = torch.cat([part.weight for part in parts]), sum(part.outputs for part in parts)
-        return FORMATS[str(parts[0].format)](weight, outputs, parts[0].channels, joined_bias(parts))
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
