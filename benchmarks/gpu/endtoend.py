@@ -12,11 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from harness import Results, measured_limits, say
+from tiles import drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 from unions import Unions
@@ -41,7 +43,11 @@ from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import NamedTensors, read_weights
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
+from saccade.ops.block_weights import FORMATS as BLOCKS
 from saccade.ops.fp8_weights import Fp8Matrix
+from saccade.ops.group_rounding import BITS, rounded_matrix
+from saccade.ops.matrices import Matrix
+from saccade.ops.planes import packed
 from saccade.ops.triton import common
 
 CHUNK = 16384
@@ -50,7 +56,9 @@ PREFILLED = 64  # tokens of a decode row's context that are computed; the others
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 LONGEST = int(os.environ.get("LONGEST", str(1 << 18)))  # tokens of a sequence, at most
 LAYERS = int(os.environ.get("LAYERS", "32"))
-PREFILL = ("dense", "flexprefill(lines=block, max_budget=16384)", "flexprefill(lines=block, max_budget=8192)")
+PREFILL = os.environ.get(
+    "PREFILL", "dense; flexprefill(lines=block, max_budget=16384); flexprefill(lines=block, max_budget=8192)"
+).split("; ")
 DECODE = os.environ.get(
     "DECODE",
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
@@ -62,7 +70,7 @@ SIZES = tuple(
         one.split("x") for one in os.environ.get("SIZES", "65536x8 98304x8 131072x1 131072x4").split()
     )
 )
-PREFILL_SIZES = (32768, 131072)
+PREFILL_SIZES = tuple(int(one) for one in os.environ.get("PREFILL_SIZES", "32768 131072").split())
 PEERS = {  # what transformers' sdpa may use; the first is its own choice
     "": nullcontext,
     " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
@@ -72,7 +80,9 @@ PEERS = {  # what transformers' sdpa may use; the first is its own choice
 # else a kernel's time has in it what it waits for.
 PROFILED = bool(os.environ.get("PROFILE"))
 VECTORS = {"cuboid": 2, "minmax": 2, "stored_mean": 1, "moments": 2}  # of a block's summary, a KV head
-QUANTIZE = os.environ.get("QUANTIZE")  # "fp8": the same rows again by FP8 products, beside the dense of before
+# The same rows again with other weights, beside the dense of before: "fp8", "int4" and "int8" (head too), or a format
+# of blocks, "Q4_K" say, of random codes, whose head is Q6_K.
+QUANTIZE = os.environ.get("QUANTIZE")
 FA4 = bool(os.environ.get("FA4"))  # FlashAttention-4's kernels where they serve
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
@@ -106,6 +116,14 @@ def build(device: str) -> tuple[Any, ModelSpec]:
         windows=(None,) * LAYERS,
     )
     return model.eval().requires_grad_(False), spec
+
+
+def converted(quantize: str, matrix: Matrix) -> Matrix:
+    if quantize == "fp8":
+        return Fp8Matrix.of(matrix.weight, matrix.bias)
+    if quantize in BLOCKS:
+        return drawn(quantize, matrix.outputs, matrix.channels)
+    return packed(rounded_matrix(matrix.weight, BITS[quantize]))
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -158,9 +176,15 @@ class Bench:
     def serve(self, quantize: str | None) -> None:
         """Run the model by products of its own type, or ``quantize`` it for good."""
         self.quantize, family = quantize, FAMILIES["llama"]
-        convert = None if quantize is None else lambda matrix: Fp8Matrix.of(matrix.weight, matrix.bias)
-        weights = read_weights(self.model, NamedTensors(self.model.state_dict()), join=True, convert=convert)
-        self.model.load_state_dict(weights.named(), assign=True)  # parts of what was joined, held once
+        source = NamedTensors(self.model.state_dict())
+        weights = read_weights(self.model, source, join=True, convert=quantize and partial(converted, quantize))
+        if quantize in (None, "fp8"):
+            self.model.load_state_dict(weights.named(), assign=True)  # parts of what was joined, held once
+        else:
+            weights = replace(weights, head=converted("Q6_K" if quantize in BLOCKS else "int8", weights.head))
+            self.model = build("meta")[0]
+        del source
+        self.step_bytes = weights.step_bytes
         torch.cuda.empty_cache()
         runner = HFRunner(self.model, family, self.spec, LlamaDecoder(weights))
         self.watch = Watch()
@@ -322,13 +346,11 @@ class Bench:
         ``floor_ms`` takes the density of a query head, as if all query heads of a KV head read the same keys.
         ``floor_union_ms`` takes what they read together, in one step behind the timed ones (:meth:`union`); it is
         ``floor_ms`` where lists are a KV head's, or are not to be had."""
-        weights = sum(one.numel() * one.element_size() for one in self.model.parameters())
-        weights -= self.model.get_input_embeddings().weight.numel() * 2
         vector = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.layers
         plan = Policy.parse(policy).decode.device_plan(self.spec)
         blocks = None if plan is None else plan.blocks
         summaries = 0 if blocks is None else tokens // blocks.size * VECTORS[blocks.summary] * vector
-        return 1e-6 * (weights + 2 * tokens * density * vector + summaries) / self.limits["copy_gbps"]
+        return 1e-6 * (self.step_bytes + 2 * tokens * density * vector + summaries) / self.limits["copy_gbps"]
 
     @contextmanager
     def as_transformers(self, attention_name: str) -> Iterator[None]:
