@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import triton
 from compiled_types import ALIGNED, OTHERS, STORED, TYPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.cis.recorded import MOST_STEPS
@@ -57,6 +59,7 @@ from saccade.ops.triton import (
     row_shares,
     row_weights,
     tile_products,
+    tile_rows,
 )
 
 SHARED = 232_448  # bytes that one program may have on Hopper
@@ -245,9 +248,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     ]  # fmt: skip
     for kind in FORMATS.values():
         own = {**tile_products._constants(kind.layout), "TILE": TILE}
-        more = {"ROWS": 16, "SPLITS": 2, "BIASED": True, "MAGIC": 0x4300, "FULL": True, "EARLY": True}
-        more |= {name: getattr(tile_products, name) for name in ("LINE", "STAGES")}
-        found.append((tile_products._product, {**own, **more}, {"num_warps": tile_products.WARPS}))
+        more = {"ROWS": 16, "SPLITS": 2, "BIASED": True, "FULL": True, "EARLY": True}
+        warps = {"num_warps": tile_products.WARPS}
+        found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, warps))
+        kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
+        found.append((tile_rows.product, {**own, **more, **kinds}, {"num_warps": tile_rows.WARPS}))
         found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))
     reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
     found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]
@@ -327,9 +332,8 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) ->
         (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name][0] == "*" or name in ALIGNED
     }
     values = {(names.index(name),): constants[name] for name in constant}
-    return triton.compile(
-        ASTSource(kernel, kinds, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return triton.compile(source(kernel, kinds, values, attributes), target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def main() -> int:

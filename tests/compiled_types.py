@@ -38,6 +38,7 @@ from saccade.ops.triton import (
     reach,
     row_shares,
     tile_products,
+    tile_rows,
 )
 
 TYPES = {
@@ -51,6 +52,7 @@ TYPES = {
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
 FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
+PLACES = dict.fromkeys(("scales", "least", "factors", "minima", "zeros", "more"), "i32")  # in a tile
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
@@ -126,9 +128,13 @@ OTHERS = {
     },
     tile_products._product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "halves": "*fp16", "stored": "*u8", "parts": "*fp32",
-        "arrived": "*i64", "rows": "i32", "spans": "i32",
+        "arrived": "*i64", "rows": "i32", **PLACES,
     },
-    tile_products._values: {"words": "*i16", "halves": "*fp16", "stored": "*u8", "ids": "*i64", "spans": "i32"},
+    tile_rows.product: {
+        **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "stored": "*u8", "parts": "*fp32", "arrived": "*i64",
+        "rows": "i32", **PLACES,
+    },
+    tile_products._values: {"words": "*i16", "halves": "*fp16", "stored": "*u8", "ids": "*i64", **PLACES},
     triton_keeping._list_and_keep: {
         **dict.fromkeys(("lengths", "bounds", "counts", "indices", "marks", "known", "taken"), "*i32"),
         "reals": "*fp64", "searching": "*i8", "arrived": "*i64",

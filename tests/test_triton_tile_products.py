@@ -14,20 +14,21 @@ from saccade.ops.dequantised import DequantisedMatrix
 from saccade.ops.group_weights import FORMATS as GROUPS
 from saccade.ops.group_weights import packed_codes
 from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileMatrix, tiled
-from saccade.ops.triton import tile_operands, tile_products
+from saccade.ops.triton import tile_products, tile_rows
 
 
-def stored(name: str, outputs: int, channels: int, wild: bool) -> DequantisedMatrix:
+def stored(name: str, outputs: int, channels: int, wild: bool, device: str = "cpu") -> DequantisedMatrix:
     """All bytes at random but for the scales, which are such as models have, or of every size: ``wild``."""
     if name in BLOCKS:
-        return blocks(name, outputs, channels, seed=3, wild=wild)
+        return BLOCKS[name](blocks(name, outputs, channels, seed=3, wild=wild).weight.to(device))
     kind, rng = GROUPS[name], np.random.default_rng(3)
     codes, zeros = (
         torch.from_numpy(rng.integers(0, 1 << kind.bits, (outputs, count), dtype=np.uint8))
         for count in (channels, channels // kind.group)
     )
     scales = draw(*zeros.shape, seed=5) * (2.0 ** rng.integers(-26, 8) if wild else 0.02)
-    return kind(packed_codes(codes, kind.bits), scales.to(FORMATS[name].layout.kind), zeros)
+    scales = scales.to(FORMATS[name].layout.kind)
+    return kind(*(one.to(device) for one in (packed_codes(codes, kind.bits), scales, zeros)))
 
 
 @pytest.mark.parametrize(("name", "wild"), [*((name, False) for name in FORMATS), *((name, True) for name in _BITS)])
@@ -83,10 +84,9 @@ def test_the_assembly_makes_codes_less_their_zero(name, magic):
     word, further = rng.integers(0, 1 << 32, (2, 500), dtype=np.uint32)
     for part in range(layout.span // layout.part):
         field = part % (16 // layout.bits)
-        text = tile_operands.assembly.fn(
-            layout.bits, layout.more, field * layout.bits, part * layout.more, layout.zero, magic
-        )
-        made = run(text, {"$1": word, "$2": further}, magic)
+        text = tile_rows.assembly.fn(layout.bits, layout.more, field * layout.bits, layout.zero, magic)
+        turn = np.full(500, part * layout.more - 4 & 31, dtype=np.uint32)
+        made = run(text, {"$1": word, "$2": further, "$3": turn}, magic)
         want = word.view(np.uint16) >> field * layout.bits & (1 << layout.bits) - 1
         if layout.more:
             want = want | (further.view(np.uint16) >> part * layout.more & (1 << layout.more) - 1) << layout.bits
@@ -96,9 +96,8 @@ def test_the_assembly_makes_codes_less_their_zero(name, magic):
 OPERATIONS = {
     "mov": lambda a: a,
     "shr": lambda a, b: a >> b,
-    "shl": lambda a, b: a << b,
+    "shf": lambda a, b, turn: a >> turn | b << (32 - turn & 31),
     "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "lop3": lambda a, b, c, _: a & b | c,
 }
@@ -128,6 +127,15 @@ def run(text: str, registers: dict[str, np.ndarray], magic: int) -> np.ndarray:
             assert given[3] == "0xEA"
         registers[to] = OPERATIONS[kind](a, *more)
     raise AssertionError("nothing was made")
+
+
+def test_the_assembly_makes_floats_of_bytes():
+    words = np.random.default_rng(0).integers(0, 1 << 32, 500, dtype=np.uint32)
+    for number in range(4):
+        _, _, one, selected = tile_rows.last.fn(number).removesuffix(";").split(", ")
+        lots = np.concatenate([words[:, None], np.full((500, 1), int(one, 0), np.uint32)], 1).view(np.uint8)
+        made = lots[:, [int(selected[-1 - place], 16) for place in range(4)]].copy().view(np.float32)[:, 0]
+        assert (made == 8388608.0 + (words >> 8 * number & 255)).all()
 
 
 def test_what_is_on_a_cpu_stays_in_blocks():

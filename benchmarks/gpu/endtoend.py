@@ -182,7 +182,8 @@ class Bench:
             self.model.load_state_dict(weights.named(), assign=True)  # parts of what was joined, held once
         else:
             weights = replace(weights, head=converted("Q6_K" if quantize in BLOCKS else "int8", weights.head))
-            self.model = build("meta")[0]
+            for parameter in self.model.parameters():  # its modules do not run any more
+                parameter.data = parameter.new_empty(0)
         del source
         self.step_bytes = weights.step_bytes
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ from harness import DTYPE, Results, graph_ms, time_ms
 from saccade.ops.block_weights import FORMATS as BLOCKS
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.tile_weights import TileMatrix
-from saccade.ops.triton import products, tile_products
+from saccade.ops.triton import products, tile_products, tile_rows
 
 SHAPES = {"query, key, value": (6144, 4096), "output": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 HEAD = {"head": (128256, 4096)}
@@ -69,10 +69,9 @@ def compare(results: Results, rows: int) -> None:
 def sweep(results: Results, name: str) -> None:
     for shape, (outputs, channels) in SHAPES.items():
         matrices: list[Matrix] = [drawn(name, outputs, channels) for _ in range(COPIES)]
-        for rows, warps, stages, programs, fewest in every((1, 16), (2, 4), (1, 2, 3, 4), (2, 4, 8), (1, 2, 4)):
-            launch = {"WARPS": warps, "STAGES": stages, "PROGRAMS": programs, "FEWEST": fewest}
-            for key, value in launch.items():
-                setattr(tile_products, key, value)
+        for warps, rows, programs, fewest in every((4, 2), (1, 8, 32), (4, 8, 12, 16), (1, 2, 4)):
+            launch = {"WARPS": warps, "PROGRAMS": programs, "FEWEST": fewest}
+            tile_rows.WARPS, tile_products.PROGRAMS, tile_products.FEWEST = launch.values()
             x = torch.randn(rows, channels, device="cuda", dtype=DTYPE)
             ms = results.attempt(f"{shape} {launch}", partial(timed, matrices, x))
             if ms is not None:

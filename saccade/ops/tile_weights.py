@@ -13,6 +13,7 @@ each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -51,9 +52,14 @@ class Layout:
     kind: torch.dtype = torch.float16
 
     @property
+    def step(self) -> int:
+        """Channels of the words of codes that are read at a time."""
+        return WORD // self.bits * self.part
+
+    @property
     def span(self) -> int:
-        """Channels whose codes fill whole words of both kinds."""
-        return max(WORD // self.bits, WORD // self.more if self.more else 1) * self.part
+        """Channels whose codes fill whole words of both kinds: one step, or several."""
+        return max(self.step, WORD // self.more * self.part if self.more else 0)
 
     def sections(self, channels: int) -> list[int]:
         """Bytes of a tile's sections, in order."""
@@ -73,6 +79,7 @@ class TileMatrix(GroupedMatrix):
 
     def __init__(self, weight: Tensor, outputs: int, channels: int, bias: Tensor | None = None) -> None:
         self.weight, self.bias, self.channels, self._outputs = weight, bias, channels, outputs
+        self.places = [0, *accumulate(self.layout.sections(channels)[:-1])]  # at which a tile's sections begin
 
     def part(self, weight: Tensor, outputs: int, bias: Tensor | None) -> TileMatrix:
         """See :class:`GroupedMatrix`."""
@@ -106,7 +113,8 @@ class TileMatrix(GroupedMatrix):
                 return torch.empty(tiles, 0, dtype=torch.uint8, device=matrix.weight.device)
             values = values.reshape(count, -1)
             values = pad(values, (0, -(-filled // each) - values.shape[1], 0, tiles * TILE - count))
-            return values.view(tiles, TILE, -1).transpose(1, 2).contiguous().view(tiles, -1)
+            together = max(1, layout.step // each)  # of an output
+            return values.view(tiles, TILE, -1, together).transpose(1, 2).contiguous().view(tiles, -1)
 
         codes = pad(found.codes.reshape(count, -1), (0, filled - channels, 0, tiles * TILE - count))
         codes = codes.view(tiles, TILE, -1, layout.part).transpose(1, 2)  # [tiles, parts, TILE, part]

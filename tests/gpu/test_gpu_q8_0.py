@@ -11,7 +11,7 @@ import torch
 from engine_helpers import tokens
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import tiny, write
-from test_planes import blocks
+from test_triton_tile_products import stored as drawn
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
@@ -41,9 +41,9 @@ def test_products(rows, outputs, channels, biased):
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_and_products_of_every_format(name, rows):
-    held = blocks(name, 203, 1024, seed=3)
-    stored = held.dequantised(slice(None)).cuda()
-    held = tiled(type(held)(held.weight.cuda()))
+    held = drawn(name, 203, 1024, False, "cuda")
+    stored = held.dequantised(slice(None))
+    held = tiled(held)
     assert torch.equal(held.rows(torch.arange(203).cuda(), torch.float32), stored)
     values = stored.double()
     x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)).cuda()

@@ -1,0 +1,230 @@
+"""Products of few rows of 16-bit floats with quantised weights in tiles (``ops.tile_weights``) on a GPU of NVIDIA's.
+
+What ``tile_products._product`` computes, written in Gluon, Triton's language of layouts: a thread loads the 16 bytes of
+codes that the tensor cores want of it, so that nothing goes through shared memory and no thread waits for another.
+
+Codes become 16-bit floats without a conversion: their bits are those of a mantissa below a fixed exponent, from which a
+constant is taken (Kim et al., "Who Says Elephants Can't Run", 2022, section 4). Each is an integer, exactly.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from saccade.ops.triton.common import interpreted
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7 renamed it
+except (ImportError, AttributeError):  # it is experimental
+    gluon = None
+
+WARPS = 4
+KINDS = (torch.bfloat16, torch.float16)
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernel takes such rows."""
+    return gluon is not None and not interpreted and x.dtype in KINDS and x.is_cuda and _capable(x.device)
+
+
+def constants(rows: torch.dtype, scales: torch.dtype) -> dict[str, Any]:
+    """What the kernel is told of dtypes. ``MAGIC``: the bits of the float of the rows' kind whose last place is worth
+    1."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return {"MAGIC": 0x4300 if rows == torch.bfloat16 else 0x6400, "KIND": kinds[rows], "SCALES": kinds[scales]}
+
+
+@triton.constexpr_function
+def assembly(bits, more, shift, zero, magic):
+    """PTX (sm_80 and later) that makes two operands $0 of the words $1, and $2 with further bits, which $3 turns to the
+    right: codes less ``zero``, which is 128 where they have 8 bits."""
+    kind, one = ("bf16x2", 0x3F80) if magic == 0x4300 else ("f16x2", 0x3C00)
+    whole = bits == 8 and magic == 0x4300  # an eighth bit is none of a bfloat16's mantissa
+
+    def both(value):
+        return f"0x{value << 16 | value:08X}"
+
+    lines = [f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"]
+    if whole:  # 256 is taken off, or 128 where the bit is set: these two floats differ in one bit
+        lines += ["and.b32 h, t, 0x00800080;", "xor.b32 h, h, 0xC380C380;"]
+    else:  # the magic float with the zero in its mantissa, negative
+        lines += [f"mov.b32 h, {both(magic + zero | 0x8000)};"]
+    lines += [f"lop3.b32 t, t, {both(127 if whole else (1 << bits) - 1)}, {both(magic)}, 0xEA;"]  # (a & b) | c
+    if more:
+        lines += ["shf.r.wrap.b32 m, $2, $2, $3;", f"lop3.b32 t, m, {both(((1 << more) - 1) << 4)}, t, 0xEA;"]
+    lines += [f"mov.b32 o, {both(one)};", f"fma.rn.{kind} $0, t, o, h;"]
+    return "{ .reg .b32 t, h, m, o; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def last(number):
+    """PTX that makes 2**23 with the byte ``number`` of the word $1 as its last."""
+    return f"prmt.b32 $0, $1, 0x4B000000, 0x744{number};"
+
+
+if gluon is not None:
+
+    @gluon.jit
+    def _operand(
+        word, further, turn, SHIFT: gl.constexpr, BITS: gl.constexpr, MORE: gl.constexpr, ZERO: gl.constexpr,
+        MAGIC: gl.constexpr, KIND: gl.constexpr,
+    ):  # fmt: skip
+        """Codes of a part less their zero, in the dtype of the rows."""
+        asm: gl.constexpr = assembly(BITS, MORE, SHIFT, ZERO, MAGIC)
+        if MORE:
+            return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [word, further, turn], KIND.value, is_pure=True, pack=2)
+        else:
+            return gl.inline_asm_elementwise(asm, "=r,r", [word], KIND.value, is_pure=True, pack=2)
+
+    @gluon.jit
+    def _wait(own):
+        """``common.begin``, of a kernel launched early."""
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [own], gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @gluon.jit
+    def _numbers(at, step, own, BYTES: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, TILE: gl.constexpr):
+        """What lies at ``at`` of a step: of an output, numbers of BYTES bytes, one for EACH channels, as two int32, or
+        one twice."""
+        size: gl.constexpr = max(1, STEP // EACH) * BYTES
+        index = step // max(1, EACH // STEP) * TILE + own
+        if size == 8:
+            both = gl.load(at.to(gl.pointer_type(gl.int64)) + index)
+            first, second = both.to(gl.int32), (both >> 32).to(gl.int32)
+        else:
+            kind: gl.constexpr = gl.int32 if size == 4 else gl.int16 if size == 2 else gl.uint8
+            first = gl.load(at.to(gl.pointer_type(kind)) + index).to(gl.int32)
+            second = first
+        return first, second
+
+    @gluon.jit
+    def _half(pair, NUMBER: gl.constexpr, KIND: gl.constexpr):
+        """float32 of the 16-bit float NUMBER of ``pair``."""
+        word = pair[1] if NUMBER >= 2 else pair[0]
+        return (word >> 16 * (NUMBER % 2)).to(gl.int16).to(KIND, bitcast=True).to(gl.float32)
+
+    @gluon.jit
+    def _byte(word, NUMBER: gl.constexpr):
+        """float32 of 2**23 and the byte NUMBER of ``word``, which is its last."""
+        asm: gl.constexpr = last(NUMBER)
+        return gl.inline_asm_elementwise(asm, "=r,r", [word], gl.float32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _times(number, word, NUMBER: gl.constexpr, SIGNED: gl.constexpr):
+        """``number``, of 16 bits, times the byte NUMBER of ``word``: exactly, since both of the sum's terms are."""
+        if SIGNED:
+            word = word ^ -2139062144  # 0x80808080: 128 more than the signed byte
+        return gl.fma(number, _byte(word, NUMBER), number * (-8388736.0 if SIGNED else -8388608.0))
+
+    @gluon.jit
+    def _fetch(
+        words, stored, step, place, own, more, scales, least, factors, minima, zeros, TILE: gl.constexpr,
+        BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, FACTORS: gl.constexpr,
+        LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr,
+    ):  # fmt: skip
+        """All that a step reads of the weights."""
+        word = gl.load(words + step * (TILE * PART) + place, eviction_policy="evict_first")
+        further, lows, one, other, own_zeros = word, (own, own), (own, own), (own, own), (own, own)
+        if MORE:
+            further = gl.load(words + more // 2 + step // (SPAN // STEP) * (TILE * PART) + place)
+        if LEAST:
+            lows = _numbers(stored + least, step, own, 2, GROUP, STEP, TILE)
+        if FACTORS:
+            one = _numbers(stored + factors, step, own, 1, PART, STEP, TILE)
+        if MINIMA:
+            other = _numbers(stored + minima, step, own, 1, PART, STEP, TILE)
+        if ZEROS:
+            own_zeros = _numbers(stored + zeros, step, own, 1, GROUP, STEP, TILE)
+        return word, further, _numbers(stored + scales, step, own, 2, GROUP, STEP, TILE), lows, one, other, own_zeros
+
+    @gluon.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["parts"])
+    def product(
+        x, words, stored, bias, out, parts, arrived, rows, outputs, channels, steps, x_row, tile_bytes, more, scales,
+        least, factors, minima, zeros, ROWS: gl.constexpr, SPLITS: gl.constexpr, BIASED: gl.constexpr,
+        MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr, TILE: gl.constexpr, BITS: gl.constexpr,
+        MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr,
+        FACTORS: gl.constexpr, SIGNED: gl.constexpr, LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr,
+        STEP: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr,
+    ):  # fmt: skip
+        """See ``tile_products._product``."""
+        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
+        of_codes: gl.constexpr = gl.DotOperandLayout(0, mma, PART // 4)
+        of_rows: gl.constexpr = gl.DotOperandLayout(1, mma, PART // 4)
+        tile, split = gl.program_id(0), gl.program_id(1)
+        start = split * gl.cdiv(steps, SPLITS)
+        stop = gl.minimum(start + gl.cdiv(steps, SPLITS), steps)
+        at = tile.to(gl.int64) * tile_bytes
+        words, stored = words + at // 2, stored + at
+        place = gl.arange(0, TILE, gl.SliceLayout(1, of_codes))[:, None] * PART
+        place += gl.arange(0, PART, gl.SliceLayout(0, of_codes))[None, :]
+        own = gl.arange(0, TILE, gl.SliceLayout(1, mma))
+        lane = gl.arange(0, PART, gl.SliceLayout(1, of_rows))[:, None]
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, of_rows))[None, :]
+        total = gl.zeros([TILE, ROWS], gl.float32, mma)
+        none = gl.zeros([TILE, ROWS], gl.float32, mma)
+        ones = gl.full([TILE, PART], 1.0, KIND, of_codes)
+        held = _fetch(
+            words, stored, gl.minimum(start, steps - 1), place, own, more, scales, least, factors, minima, zeros, TILE,
+            BITS, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
+        )  # fmt: skip
+        if EARLY:  # nothing on the way writes weights
+            _wait(own)
+        for step in range(start, stop):
+            following = _fetch(
+                words, stored, gl.minimum(step + 1, steps - 1), place, own, more, scales, least, factors, minima,
+                zeros, TILE, BITS, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
+            )  # fmt: skip
+            word, further, of_scales, lows, one, other, own_zeros = held
+            for field in gl.static_range(16 // BITS):
+                channel = step * STEP + field * PART + lane
+                seen = row < rows if FULL else (row < rows) & (channel < channels)
+                value = gl.load(x + row * x_row + channel, mask=seen, other=0.0)
+                turn = (step % (SPAN // STEP) * (16 // BITS * MORE) + field * MORE - 4) & 31
+                codes = _operand(word, further, turn, field * BITS, BITS, MORE, ZERO, MAGIC, KIND)
+                scale = _half(of_scales, field * PART // GROUP, SCALES)
+                if LEAST:
+                    off = _half(lows, field * PART // GROUP, SCALES)
+                if ZEROS:
+                    off = scale * (_byte(own_zeros[0], field * PART // GROUP) - (8388608.0 + ZERO))
+                if FACTORS:
+                    scale = _times(scale, one[0], field, SIGNED)
+                if MINIMA:
+                    off = _times(off, other[0], field, False)
+                total += mma_v2(codes, value, none) * scale[:, None]
+                if LEAST or ZEROS:
+                    total -= mma_v2(ones, value, none) * off[:, None]
+            held = following
+        output = (tile * TILE + own)[:, None]
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, mma))[None, :]
+        real = (row < rows) & (output < outputs)
+        put = row * outputs + output
+        last = True
+        if SPLITS > 1:
+            gl.store(parts + split * rows * outputs + put, total, mask=real)
+            barrier()  # all threads' stores come before the arrival that one of them announces
+            last = gl.atomic_add(arrived + tile, gl.cast(1, gl.int64), sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            if SPLITS > 1:
+                total = gl.zeros([TILE, ROWS], gl.float32, mma)
+                for number in gl.static_range(SPLITS):  # in their order, whoever came last
+                    total += gl.load(parts + number * rows * outputs + put, mask=real, other=0.0, volatile=True)
+                gl.store(arrived + tile, gl.cast(0, gl.int64))
+            if BIASED:
+                total += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
+            gl.store(out + put, total.to(out.dtype.element_ty), mask=real)
