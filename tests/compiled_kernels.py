@@ -249,10 +249,10 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     for kind in FORMATS.values():
         own = {**tile_products._constants(kind.layout), "TILE": TILE}
         more = {"ROWS": 16, "SPLITS": 2, "BIASED": True, "FULL": True, "EARLY": True}
-        warps = {"num_warps": tile_products.WARPS}
-        found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, warps))
+        plain, launch = {"num_warps": tile_products.PLAIN.warps}, {"num_warps": tile_rows.launch(kind.layout).warps}
+        found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, plain))
         kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
-        found.append((tile_rows.product, {**own, **more, **kinds}, {"num_warps": tile_rows.WARPS}))
+        found.append((tile_rows.product, {**own, **more, **kinds}, launch))
         found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))
     reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
     found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]

@@ -57,7 +57,7 @@ def test_halves_and_sums_that_programs_share():
     held = blocks("Q4_K", TILE, 1024, seed=3)
     bias, x = draw(TILE, seed=5).half(), draw(9, 1024, seed=4).half()
     made = TileMatrix.of_weights(type(held)(held.weight, bias))
-    assert tile_products._splits(1, 8, 4) == 4
+    assert tile_products._splits(1, 8, 4, tile_products.PLAIN) == 4
     exact = x.double() @ held.dequantised(slice(None)).double().T + bias.double()
     assert bool(((made.product(x) - exact).abs() <= 1e-3 * (1 + exact.abs())).all())
 

@@ -24,9 +24,8 @@ from saccade.ops.triton import tile_rows
 from saccade.ops.triton.common import arrivals, begin, launched, pad, processors, runs_on
 
 MOST_ROWS = 32
-PROGRAMS = 8  # of a processor, at most, where channels are split
-FEWEST = 2  # steps of a program, where several share an output's channels
-WARPS, STAGES = 4, 2
+PLAIN = tile_rows.Launch(4, 8, 2, 16)
+STAGES = 2
 
 
 def serves(x: Tensor) -> bool:
@@ -36,26 +35,25 @@ def serves(x: Tensor) -> bool:
 
 def product(x: Tensor, matrix: TileMatrix) -> Tensor:
     """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32."""
-    x, bias, layout = in_rows(x), matrix.bias, matrix.layout
-    rows, outputs, tiles = x.shape[0], matrix.outputs, len(matrix.weight)
+    x, bias, layout, device = in_rows(x), matrix.bias, matrix.layout, x.device
+    rows, outputs, wide = x.shape[0], matrix.outputs, pad(x.shape[0], 8)
     steps = -(-matrix.channels // layout.step)
-    splits = _splits(tiles, steps, processors(x.device))
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    sizes = rows, outputs, matrix.channels, steps, x.stride(0), matrix.weight.stride(0), *matrix.places[1:]
-    arrived, other = arrivals(x.device, tiles), out if bias is None else bias
-    shared = _constants(layout) | launched(x.device) | {"TILE": TILE, "ROWS": pad(rows, 8), "SPLITS": splits}
-    shared |= {"BIASED": bias is not None, "FULL": matrix.channels % layout.step == 0}
+    quick = tile_rows.serves(x)
+    launch, each = (tile_rows.launch(layout), tile_rows.OUTPUTS) if quick else (PLAIN, TILE)
+    blocks = len(matrix.weight) * (TILE // each)
+    splits = _splits(blocks, -(-steps // launch.warps) if quick else steps, processors(device), launch)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    parts = out if splits == 1 else torch.empty(splits, blocks, each, wide, dtype=torch.float32, device=device)
     words, halves, stored = _views(matrix)
-    if tile_rows.serves(x):
+    places = rows, outputs, matrix.channels, steps, x.stride(0), matrix.weight.stride(0), *matrix.places[1:]
+    others = out if bias is None else bias, out, parts, arrivals(device, blocks)
+    shared = _constants(layout) | launched(device) | {"TILE": TILE, "ROWS": wide, "SPLITS": splits}
+    shared |= {"BIASED": bias is not None, "FULL": matrix.channels % layout.step == 0, "num_warps": launch.warps}
+    if quick:
         own = tile_rows.constants(x.dtype, layout.kind)
-        tile_rows.product[(tiles, splits)](
-            x, words, stored, other, out, parts, arrived, *sizes, **shared, **own, num_warps=tile_rows.WARPS
-        )
+        tile_rows.product[(blocks, splits)](x, words, stored, *others, *places, **shared, **own)
     else:
-        _product[(tiles, splits)](
-            x, words, halves, stored, other, out, parts, arrived, *sizes, **shared, STAGES=STAGES, num_warps=WARPS
-        )
+        _product[(blocks, splits)](x, words, halves, stored, *others, *places, **shared, STAGES=STAGES)
     return out
 
 
@@ -84,10 +82,14 @@ def _constants(layout: Layout) -> dict[str, Any]:
     return {name.upper(): getattr(layout, name) for name in names}
 
 
-def _splits(tiles: int, steps: int, count: int) -> int:
-    """In how many parts to sum an output's channels. Only the sizes of the matrix decide."""
+def _splits(blocks: int, turns: int, count: int, launch: tile_rows.Launch) -> int:
+    """In how many parts to sum the channels of a block of outputs. Only the sizes of the matrix decide."""
     splits = 1
-    while tiles * splits * 2 <= PROGRAMS * count and steps >= 2 * splits * FEWEST:
+    while (
+        2 * splits <= launch.splits
+        and 2 * splits * blocks <= launch.programs * count
+        and turns >= 2 * splits * launch.fewest
+    ):
         splits *= 2
     return splits
 

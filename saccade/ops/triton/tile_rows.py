@@ -10,12 +10,13 @@ constant is taken (Kim et al., "Who Says Elephants Can't Run", 2022, section 4).
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from saccade.ops.tile_weights import Layout
 from saccade.ops.triton.common import interpreted
 
 try:
@@ -27,7 +28,7 @@ try:
 except (ImportError, AttributeError):  # it is experimental
     gluon = None
 
-WARPS = 4
+OUTPUTS = 32  # of a program; its warps, if there are more than one, share the channels
 KINDS = (torch.bfloat16, torch.float16)
 
 
@@ -45,7 +46,30 @@ def constants(rows: torch.dtype, scales: torch.dtype) -> dict[str, Any]:
     """What the kernel is told of dtypes. ``MAGIC``: the bits of the float of the rows' kind whose last place is worth
     1."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return {"MAGIC": 0x4300 if rows == torch.bfloat16 else 0x6400, "KIND": kinds[rows], "SCALES": kinds[scales]}
+    return {
+        "MAGIC": 0x4300 if rows == torch.bfloat16 else 0x6400,
+        "KIND": kinds[rows],
+        "SCALES": kinds[scales],
+        "OUTPUTS": OUTPUTS,
+    }
+
+
+class Launch(NamedTuple):
+    """``warps`` of a program. Where a block's channels are split among programs: at most as many programs as make
+    ``programs`` a processor, each of ``fewest`` turns of its warps at least; at most ``splits``."""
+
+    warps: int
+    programs: int
+    fewest: int
+    splits: int
+
+
+LIGHT, HEAVY = Launch(1, 16, 4, 8), Launch(4, 8, 4, 16)  # measured on an H100, by benchmarks/gpu/tiles.py --sweep
+
+
+def launch(layout: Layout) -> Launch:
+    """How weights of ``layout`` are best read."""
+    return LIGHT if layout.bits == 4 and layout.part == 32 and not layout.more else HEAVY
 
 
 @triton.constexpr_function
@@ -99,17 +123,30 @@ if gluon is not None:
         )  # fmt: skip
 
     @gluon.jit
+    def _first(COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+        """0, 1, ... along the first of three axes."""
+        return gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None][:, :, None]
+
+    @gluon.jit
+    def _second(COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+        return gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :][:, :, None]
+
+    @gluon.jit
+    def _third(COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+        return gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
+
+    @gluon.jit
     def _numbers(at, step, own, BYTES: gl.constexpr, EACH: gl.constexpr, STEP: gl.constexpr, TILE: gl.constexpr):
         """What lies at ``at`` of a step: of an output, numbers of BYTES bytes, one for EACH channels, as two int32, or
         one twice."""
         size: gl.constexpr = max(1, STEP // EACH) * BYTES
-        index = step // max(1, EACH // STEP) * TILE + own
+        of_step = step // max(1, EACH // STEP) * TILE
         if size == 8:
-            both = gl.load(at.to(gl.pointer_type(gl.int64)) + index)
+            both = gl.load(at.to(gl.pointer_type(gl.int64)) + of_step + own)
             first, second = both.to(gl.int32), (both >> 32).to(gl.int32)
         else:
             kind: gl.constexpr = gl.int32 if size == 4 else gl.int16 if size == 2 else gl.uint8
-            first = gl.load(at.to(gl.pointer_type(kind)) + index).to(gl.int32)
+            first = gl.load(at.to(gl.pointer_type(kind)) + of_step + own).to(gl.int32)
             second = first
         return first, second
 
@@ -127,22 +164,24 @@ if gluon is not None:
 
     @gluon.jit
     def _times(number, word, NUMBER: gl.constexpr, SIGNED: gl.constexpr):
-        """``number``, of 16 bits, times the byte NUMBER of ``word``: exactly, since both of the sum's terms are."""
+        """``number``, of 11 bits, times the byte NUMBER of ``word``, exactly."""
         if SIGNED:
-            word = word ^ -2139062144  # 0x80808080: 128 more than the signed byte
-        return gl.fma(number, _byte(word, NUMBER), number * (-8388736.0 if SIGNED else -8388608.0))
+            return number * (_byte(word ^ -2139062144, NUMBER) - 8388736.0)  # of 0x80808080: 128 more than the byte
+        else:
+            return gl.fma(number, _byte(word, NUMBER), number * -8388608.0)
 
     @gluon.jit
     def _fetch(
-        words, stored, step, place, own, more, scales, least, factors, minima, zeros, TILE: gl.constexpr,
-        BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, FACTORS: gl.constexpr,
+        words, stored, first, limit, place, at_codes, own, at_own, more, scales, least, factors, minima, zeros,
+        TILE: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, FACTORS: gl.constexpr,
         LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr,
     ):  # fmt: skip
-        """All that a step reads of the weights."""
-        word = gl.load(words + step * (TILE * PART) + place, eviction_policy="evict_first")
+        """All that a step reads of the weights: each warp reads its own, from ``first`` on."""
+        of_codes, step = gl.minimum(first + at_codes, limit - 1), gl.minimum(first + at_own, limit - 1)
+        word = gl.load(words + of_codes * (TILE * PART) + place, eviction_policy="evict_first")
         further, lows, one, other, own_zeros = word, (own, own), (own, own), (own, own), (own, own)
         if MORE:
-            further = gl.load(words + more // 2 + step // (SPAN // STEP) * (TILE * PART) + place)
+            further = gl.load(words + more // 2 + of_codes // (SPAN // STEP) * (TILE * PART) + place)
         if LEAST:
             lows = _numbers(stored + least, step, own, 2, GROUP, STEP, TILE)
         if FACTORS:
@@ -153,78 +192,105 @@ if gluon is not None:
             own_zeros = _numbers(stored + zeros, step, own, 1, GROUP, STEP, TILE)
         return word, further, _numbers(stored + scales, step, own, 2, GROUP, STEP, TILE), lows, one, other, own_zeros
 
-    @gluon.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["parts"])
+    @gluon.jit
+    def _add(
+        total, held, x_at, first, at_row, at_codes, seen, limit, lane, channels, FULL: gl.constexpr, BITS: gl.constexpr,
+        MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr,
+        FACTORS: gl.constexpr, SIGNED: gl.constexpr, LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr,
+        STEP: gl.constexpr, SPAN: gl.constexpr, MAGIC: gl.constexpr, KIND: gl.constexpr,
+    ):  # fmt: skip
+        """``total`` with the products of the step of each warp that :func:`_fetch` read."""
+        word, further, of_scales, lows, one, other, own_zeros = held
+        mma: gl.constexpr = total.type.layout
+        none = gl.zeros(total.shape, gl.float32, mma)
+        ones = gl.full(word.shape, 1.0, KIND, word.type.layout)
+        seen = seen & (first + at_row < limit)
+        turn = (first + at_codes) % (SPAN // STEP) * (16 // BITS * MORE)
+        for field in gl.static_range(16 // BITS):
+            channel = (first + at_row) * STEP + field * PART
+            there = seen if FULL else seen & (channel + lane < channels)
+            value = gl.load(x_at + channel, mask=there, other=0.0)
+            codes = _operand(word, further, turn + (field * MORE - 4) & 31, field * BITS, BITS, MORE, ZERO, MAGIC, KIND)
+            scale = _half(of_scales, field * PART // GROUP, SCALES)
+            if LEAST:
+                off = _half(lows, field * PART // GROUP, SCALES)
+            if ZEROS:
+                off = scale * (_byte(own_zeros[0], field * PART // GROUP) - (8388608.0 + ZERO))
+            if FACTORS:
+                scale = _times(scale, one[0], field, SIGNED)
+            if MINIMA:
+                off = _times(off, other[0], field, False)
+            total += mma_v2(codes, value, none) * scale[:, :, None]
+            if LEAST or ZEROS:
+                total -= mma_v2(ones, value, none) * off[:, :, None]
+        return total
+
+    @gluon.jit(do_not_specialize=["rows"])
     def product(
         x, words, stored, bias, out, parts, arrived, rows, outputs, channels, steps, x_row, tile_bytes, more, scales,
         least, factors, minima, zeros, ROWS: gl.constexpr, SPLITS: gl.constexpr, BIASED: gl.constexpr,
-        MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr, TILE: gl.constexpr, BITS: gl.constexpr,
-        MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr,
-        FACTORS: gl.constexpr, SIGNED: gl.constexpr, LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr,
-        STEP: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr,
+        MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr, TILE: gl.constexpr, OUTPUTS: gl.constexpr,
+        BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+        SCALES: gl.constexpr, FACTORS: gl.constexpr, SIGNED: gl.constexpr, LEAST: gl.constexpr, MINIMA: gl.constexpr,
+        ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr,
     ):  # fmt: skip
-        """See ``tile_products._product``."""
-        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
+        """See ``tile_products._product``. A program's warps take steps in turn; their sums are added in order."""
+        warps: gl.constexpr = gl.num_warps()
+        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
         of_codes: gl.constexpr = gl.DotOperandLayout(0, mma, PART // 4)
         of_rows: gl.constexpr = gl.DotOperandLayout(1, mma, PART // 4)
-        tile, split = gl.program_id(0), gl.program_id(1)
-        start = split * gl.cdiv(steps, SPLITS)
-        stop = gl.minimum(start + gl.cdiv(steps, SPLITS), steps)
+        block, split = gl.program_id(0), gl.program_id(1)
+        rounds = gl.cdiv(steps, warps)
+        start = split * gl.cdiv(rounds, SPLITS)
+        stop = gl.minimum(start + gl.cdiv(rounds, SPLITS), rounds)
+        tile = block // (TILE // OUTPUTS)
         at = tile.to(gl.int64) * tile_bytes
         words, stored = words + at // 2, stored + at
-        place = gl.arange(0, TILE, gl.SliceLayout(1, of_codes))[:, None] * PART
-        place += gl.arange(0, PART, gl.SliceLayout(0, of_codes))[None, :]
-        own = gl.arange(0, TILE, gl.SliceLayout(1, mma))
-        lane = gl.arange(0, PART, gl.SliceLayout(1, of_rows))[:, None]
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, of_rows))[None, :]
-        total = gl.zeros([TILE, ROWS], gl.float32, mma)
-        none = gl.zeros([TILE, ROWS], gl.float32, mma)
-        ones = gl.full([TILE, PART], 1.0, KIND, of_codes)
+        begin = block % (TILE // OUTPUTS) * OUTPUTS
+        own = begin + gl.arange(0, OUTPUTS, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
+        at_own = gl.arange(0, warps, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+        place = (begin + _second(OUTPUTS, of_codes)) * PART + _third(PART, of_codes)
+        at_codes, at_row = _first(warps, of_codes), _first(warps, of_rows)
+        lane, row = _second(PART, of_rows), _third(ROWS, of_rows)
+        total = gl.zeros([warps, OUTPUTS, ROWS], gl.float32, mma)
+        limit = gl.minimum(stop * warps, steps)
         held = _fetch(
-            words, stored, gl.minimum(start, steps - 1), place, own, more, scales, least, factors, minima, zeros, TILE,
-            BITS, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
+            words, stored, start * warps, limit, place, at_codes, own, at_own, more, scales, least, factors, minima,
+            zeros, TILE, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
         )  # fmt: skip
         if EARLY:  # nothing on the way writes weights
             _wait(own)
-        for step in range(start, stop):
+        x_at = x + row * x_row + lane
+        for turn in range(start, stop):
             following = _fetch(
-                words, stored, gl.minimum(step + 1, steps - 1), place, own, more, scales, least, factors, minima,
-                zeros, TILE, BITS, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
+                words, stored, (turn + 1) * warps, limit, place, at_codes, own, at_own, more, scales, least, factors,
+                minima, zeros, TILE, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
             )  # fmt: skip
-            word, further, of_scales, lows, one, other, own_zeros = held
-            for field in gl.static_range(16 // BITS):
-                channel = step * STEP + field * PART + lane
-                seen = row < rows if FULL else (row < rows) & (channel < channels)
-                value = gl.load(x + row * x_row + channel, mask=seen, other=0.0)
-                turn = (step % (SPAN // STEP) * (16 // BITS * MORE) + field * MORE - 4) & 31
-                codes = _operand(word, further, turn, field * BITS, BITS, MORE, ZERO, MAGIC, KIND)
-                scale = _half(of_scales, field * PART // GROUP, SCALES)
-                if LEAST:
-                    off = _half(lows, field * PART // GROUP, SCALES)
-                if ZEROS:
-                    off = scale * (_byte(own_zeros[0], field * PART // GROUP) - (8388608.0 + ZERO))
-                if FACTORS:
-                    scale = _times(scale, one[0], field, SIGNED)
-                if MINIMA:
-                    off = _times(off, other[0], field, False)
-                total += mma_v2(codes, value, none) * scale[:, None]
-                if LEAST or ZEROS:
-                    total -= mma_v2(ones, value, none) * off[:, None]
+            total = _add(
+                total, held, x_at, turn * warps, at_row, at_codes, row < rows, limit, lane, channels, FULL, BITS, MORE,
+                PART, GROUP, ZERO, SCALES, FACTORS, SIGNED, LEAST, MINIMA, ZEROS, STEP, SPAN, MAGIC, KIND,
+            )  # fmt: skip
             held = following
-        output = (tile * TILE + own)[:, None]
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, mma))[None, :]
-        real = (row < rows) & (output < outputs)
-        put = row * outputs + output
+        wide: gl.constexpr = min(warps, OUTPUTS // 32)
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [wide, warps // wide], [0, 1])
+        whole = gl.convert_layout(gl.sum(total, 0), flat)
+        output = gl.arange(0, OUTPUTS, gl.SliceLayout(1, flat))[:, None]
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, flat))[None, :]
         last = True
         if SPLITS > 1:
-            gl.store(parts + split * rows * outputs + put, total, mask=real)
+            size: gl.constexpr = OUTPUTS * ROWS
+            put = parts + (block * SPLITS).to(gl.int64) * size + row * OUTPUTS + output
+            gl.store(put + split * size, whole, mask=row < rows)
             barrier()  # all threads' stores come before the arrival that one of them announces
-            last = gl.atomic_add(arrived + tile, gl.cast(1, gl.int64), sem="acq_rel", scope="gpu") == SPLITS - 1
+            last = gl.atomic_add(arrived + block, gl.cast(1, gl.int64), sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
-                total = gl.zeros([TILE, ROWS], gl.float32, mma)
+                whole = gl.zeros([OUTPUTS, ROWS], gl.float32, flat)
                 for number in gl.static_range(SPLITS):  # in their order, whoever came last
-                    total += gl.load(parts + number * rows * outputs + put, mask=real, other=0.0, volatile=True)
-                gl.store(arrived + tile, gl.cast(0, gl.int64))
+                    whole += gl.load(put + number * size, mask=row < rows, other=0.0, volatile=True)
+                gl.store(arrived + block, gl.cast(0, gl.int64))
+            output += block * OUTPUTS
+            real = (row < rows) & (output < outputs)
             if BIASED:
-                total += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
-            gl.store(out + put, total.to(out.dtype.element_ty), mask=real)
+                whole += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
+            gl.store(out + row * outputs + output, whole.to(out.dtype.element_ty), mask=real)
