@@ -252,7 +252,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         plain, launch = {"num_warps": tile_products.PLAIN.warps}, {"num_warps": tile_rows.launch(kind.layout).warps}
         found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, plain))
         kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
-        found.append((tile_rows.product, {**own, **more, **kinds}, launch))
+        found += [(tile_rows.product, {**own, **more, **kinds, "GATED": gated}, launch) for gated in (False, True)]
         found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))
     reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
     found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]

@@ -10,9 +10,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
-from saccade.models.llama_weights import NamedTensors, read_weights
+from saccade.models.llama_weights import NamedTensors, Use, read_weights
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
 from saccade.ops.block_weights import FORMATS as BLOCKS
@@ -118,12 +117,20 @@ def build(device: str) -> tuple[Any, ModelSpec]:
     return model.eval().requires_grad_(False), spec
 
 
-def converted(quantize: str, matrix: Matrix) -> Matrix:
-    if quantize == "fp8":
-        return Fp8Matrix.of(matrix.weight, matrix.bias)
-    if quantize in BLOCKS:
-        return drawn(quantize, matrix.outputs, matrix.channels)
-    return packed(rounded_matrix(matrix.weight, BITS[quantize]))
+class Packed(NamedTensors):
+    """Matrices in integers of ``quantize`` bits, or in random blocks of that format; the head in 8 bits or Q6_K."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], quantize: str) -> None:
+        super().__init__(tensors)
+        self._quantize = quantize
+
+    def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
+        plain, head = super().matrix(name, bias, use), name == "lm_head"
+        if use == "table":
+            return plain
+        if self._quantize in BLOCKS:
+            return drawn("Q6_K" if head else self._quantize, plain.outputs, plain.channels)
+        return packed(rounded_matrix(plain.weight, 8 if head else BITS[self._quantize]))
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -176,15 +183,16 @@ class Bench:
     def serve(self, quantize: str | None) -> None:
         """Run the model by products of its own type, or ``quantize`` it for good."""
         self.quantize, family = quantize, FAMILIES["llama"]
-        source = NamedTensors(self.model.state_dict())
-        weights = read_weights(self.model, source, join=True, convert=quantize and partial(converted, quantize))
+        tensors = self.model.state_dict()
         if quantize in (None, "fp8"):
+            convert = None if quantize is None else lambda matrix: Fp8Matrix.of(matrix.weight, matrix.bias)
+            weights = read_weights(self.model, NamedTensors(tensors), join=True, convert=convert)
             self.model.load_state_dict(weights.named(), assign=True)  # parts of what was joined, held once
         else:
-            weights = replace(weights, head=converted("Q6_K" if quantize in BLOCKS else "int8", weights.head))
+            weights = read_weights(self.model, Packed(tensors, quantize), join=True)
             for parameter in self.model.parameters():  # its modules do not run any more
                 parameter.data = parameter.new_empty(0)
-        del source
+        del tensors
         self.step_bytes = weights.step_bytes
         torch.cuda.empty_cache()
         runner = HFRunner(self.model, family, self.spec, LlamaDecoder(weights))
