@@ -249,7 +249,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     for kind in FORMATS.values():
         own = {**tile_products._constants(kind.layout), "TILE": TILE}
         more = {"ROWS": 16, "SPLITS": 2, "BIASED": True, "FULL": True, "EARLY": True}
-        plain, launch = {"num_warps": tile_products.PLAIN.warps}, {"num_warps": tile_rows.launch(kind.layout).warps}
+        plain, launch = {"num_warps": tile_products.PLAIN.warps}, tile_rows.launch(kind.layout).options(16)
         found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, plain))
         kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
         found += [(tile_rows.product, {**own, **more, **kinds, "GATED": gated}, launch) for gated in (False, True)]

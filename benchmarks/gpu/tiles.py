@@ -69,11 +69,12 @@ def compare(results: Results, rows: int) -> None:
 def sweep(results: Results, name: str) -> None:
     for shape, (outputs, channels) in {**SHAPES, **HEAD}.items():
         matrices: list[Matrix] = [drawn(name, outputs, channels) for _ in range(1 if shape in HEAD else COPIES)]
-        each = ((outputs_each, warps) for outputs_each in (32, 64) for warps in (1, 2, 4))
-        for (tile_rows.OUTPUTS, warps), rows, programs, fewest in every(each, (1, 8, 32), (4, 8, 16), (1, 2, 4)):
-            tried = tile_rows.Launch(warps, programs, fewest, 16)
+        for rows, warps, programs, fewest, registers in every((1, 8, 32), (1, 2, 4), (8, 16), (2, 4), (0, 128)):
+            if registers and rows > 8:
+                continue
+            tried = tile_rows.Launch(warps, programs, fewest, 8, registers)
             tile_rows.LIGHT = tile_rows.HEAVY = tried
-            launch = {"OUTPUTS": tile_rows.OUTPUTS, **tried._asdict()}
+            launch = tried._asdict()
             x = torch.randn(rows, channels, device="cuda", dtype=DTYPE)
             ms = results.attempt(f"{shape} {launch}", partial(timed, matrices, x))
             if ms is not None:

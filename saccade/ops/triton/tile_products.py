@@ -57,7 +57,7 @@ def product(x: Tensor, matrix: TileMatrix, up: TileMatrix | None = None) -> Tens
     places = rows, outputs, matrix.channels, steps, x.stride(0), matrix.weight.stride(0), *matrix.places[1:]
     others = out if bias is None else bias, out, parts, arrivals(device, blocks)
     shared = _constants(layout) | launched(device) | {"TILE": TILE, "ROWS": wide, "SPLITS": splits}
-    shared |= {"BIASED": bias is not None, "FULL": matrix.channels % layout.step == 0, "num_warps": launch.warps}
+    shared |= {"BIASED": bias is not None, "FULL": matrix.channels % layout.step == 0, **launch.options(rows)}
     if quick:
         own = tile_rows.constants(x.dtype, layout.kind) | {"GATED": up is not None}
         second = (words, stored) if up is None else (_views(up)[0], up.weight)

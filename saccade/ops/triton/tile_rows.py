@@ -56,15 +56,23 @@ def constants(rows: torch.dtype, scales: torch.dtype) -> dict[str, Any]:
 
 class Launch(NamedTuple):
     """``warps`` of a program. Where a block's channels are split among programs: at most as many programs as make
-    ``programs`` a processor, each of ``fewest`` turns of its warps at least; at most ``splits``."""
+    ``programs`` a processor, each of ``fewest`` turns of its warps at least; at most ``splits``. ``registers`` of a
+    thread, at most, where there are at most 8 rows; 0: as many as the compiler likes."""
 
     warps: int
     programs: int
     fewest: int
     splits: int
+    registers: int = 0
+
+    def options(self, rows: int) -> dict[str, int]:
+        """Triton's, for so many rows."""
+        limit = {"maxnreg": self.registers} if self.registers and rows <= 8 else {}
+        return {"num_warps": self.warps, **limit}
 
 
-LIGHT, HEAVY = Launch(1, 16, 4, 8), Launch(4, 8, 4, 16)  # measured on an H100, by benchmarks/gpu/tiles.py --sweep
+# Measured on an H100, by benchmarks/gpu/tiles.py --sweep
+LIGHT, HEAVY = Launch(1, 16, 4, 8, registers=128), Launch(4, 8, 4, 16)
 
 
 def launch(layout: Layout) -> Launch:
