@@ -132,7 +132,7 @@ OTHERS = {
     },
     tile_rows.product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "stored": "*u8", "parts": "*fp32", "arrived": "*i64",
-        "up_words": "*i16", "up_stored": "*u8", "rows": "i32", **PLACES,
+        "rows": "i32", **PLACES,
     },
     tile_products._values: {"words": "*i16", "halves": "*fp16", "stored": "*u8", "ids": "*i64", **PLACES},
     triton_keeping._list_and_keep: {

@@ -56,7 +56,7 @@ def test_gated_activations_agree_with_the_function(dtype):
     wanted = ACT2FN["silu"](gate) * up
     agree(gated(gate, up), wanted)
     assert torch.equal(gate, gated(draw(77, 48, dtype=dtype) * 5, up))  # written over what it was given
-    far = torch.tensor([-6e4, -200.0, -80.0, 0.0, 80.0, 6e4], dtype=dtype)
+    far = torch.tensor([-6e4, -200.0, -80.0, 0.0, 80.0, 6e4], dtype=dtype)[None]
     agree(gated(far.clone(), torch.ones_like(far)), ACT2FN["silu"](far))
 
 

@@ -72,9 +72,8 @@ def sweep(results: Results, name: str) -> None:
         for rows, warps, programs, fewest, registers in every((1, 8, 32), (1, 2, 4), (8, 16), (2, 4), (0, 128)):
             if registers and rows > 8:
                 continue
-            tried = tile_rows.Launch(warps, programs, fewest, 8, registers)
-            tile_rows.LIGHT = tile_rows.HEAVY = tried
-            launch = tried._asdict()
+            tile_rows.LAUNCH = tile_rows.Launch(warps, programs, fewest, 8, registers)
+            launch = tile_rows.LAUNCH._asdict()
             x = torch.randn(rows, channels, device="cuda", dtype=DTYPE)
             ms = results.attempt(f"{shape} {launch}", partial(timed, matrices, x))
             if ms is not None:

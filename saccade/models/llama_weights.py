@@ -110,8 +110,9 @@ def read_weights(
     convert: Callable[[Matrix], Matrix] | None = None,
 ) -> LlamaWeights:
     """The weights of ``model``, whose modules say of what sizes, scales and windows they are and need hold no memory
-    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side. ``convert`` makes other
-    matrices of a layer's, gate and up side by side too, so that one layer at most is held twice."""
+    (torch's "meta" device). ``join`` lays each layer's query, key and value side by side, and
+    of quantised weights gate and up. ``convert`` makes other
+    matrices of a layer's, of ``joined`` and ``both`` too, so that one layer at most is held twice."""
     decoder, config = model.get_decoder(), model.config
     embedding = None if config.tie_word_embeddings else source.matrix("model.embed_tokens", use="table")
     layers, scales, windows = [], [], []
@@ -145,7 +146,7 @@ def _layer(
     joined = both = None
     if join or convert is not None:
         joined = _joined(made, ("query", "key", "value"), convert)
-    if convert is not None:
+    if convert is not None or (join and not isinstance(made["gate"], DenseMatrix)):  # whose kernel takes both apart
         both = _joined(made, ("gate", "up"), convert)
     if convert is not None:
         made.update({part: convert(made[part]) for part in ("output", "down")})

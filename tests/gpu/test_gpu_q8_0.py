@@ -15,10 +15,8 @@ from test_triton_tile_products import stored as drawn
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.ops import row_passes
 from saccade.ops.block_weights import Q8_0
 from saccade.ops.tile_weights import FORMATS, TileMatrix, tiled
-from saccade.ops.triton import products, tile_products
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 100])
@@ -53,18 +51,6 @@ def test_values_and_products_of_every_format(name, rows):
         own = x.to(dtype)
         made, exact = held.product(own).double(), own.double() @ values.T
         assert bool(((made - exact).abs() <= most * (own.double().abs() @ values.abs().T)).all())
-
-
-@pytest.mark.parametrize("rows", [1, 9, 32])
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "INT8_32"])
-def test_a_gated_pair_is_its_two_products(name, rows):
-    gate, up = (tiled(drawn(name, 320, 1024, False, "cuda")) for _ in range(2))
-    up.weight[:3] = up.weight[[1, 2, 0]]
-    x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16) / 256
-    assert tile_products.gates(x, gate, up)
-    apart = row_passes.gated(gate.product(x), up.product(x))
-    torch.testing.assert_close(products.gated(x, gate, up), apart, rtol=1e-2, atol=1e-6)
-    assert not tile_products.gates(x, gate, tiled(drawn(name, 256, 1024, False, "cuda")))
 
 
 @pytest.mark.parametrize("stored", [Kind.Q8_0, Kind.Q5_0])

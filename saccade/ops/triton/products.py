@@ -17,7 +17,6 @@ from torch import Tensor
 
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.matrices import DenseMatrix, Matrix
-from saccade.ops.triton import tile_products
 from saccade.ops.triton.common import arrivals, begin, is_hopper, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
@@ -40,8 +39,6 @@ def gated(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
     if not (
         serves(x, gate) and serves(x, up) and gate.weight.shape == up.weight.shape and gate.bias is up.bias is None
     ):
-        if tile_products.gates(x, gate, up):
-            return tile_products.product(x, gate, up)  # type: ignore[arg-type]
         return gate_rows(gate.product(x), up.product(x))
     return _launch(x, gate, up)
 

@@ -102,9 +102,14 @@ def heads(attended: Tensor) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, both [rows, channels]; written over ``gate`` if that is contiguous."""
-    gate, up = gate.contiguous(), up.contiguous()
-    _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, gate.numel(), WIDTH=1024, num_warps=4, **launched(gate.device))
-    return gate
+    gate, up = in_rows(gate), in_rows(up)
+    rows, channels = gate.shape
+    out = gate if gate.is_contiguous() else torch.empty_like(gate, memory_format=torch.contiguous_format)
+    width = 1024
+    _gated[(rows, triton.cdiv(channels, width))](
+        gate, up, out, channels, gate.stride(0), up.stride(0), WIDTH=width, num_warps=4, **launched(gate.device)
+    )
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -169,11 +174,12 @@ def _rotate(
 
 
 @triton.jit
-def _gated(gate, up, count, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+def _gated(gate, up, out, channels, gate_row, up_row, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     begin(EARLY)
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    x = tl.load(gate + at, mask=at < count, other=0.0)
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    real = channel < channels
+    x = tl.load(gate + row * gate_row + channel, mask=real, other=0.0)
     y = x.to(tl.float32)
     y = (y / (1.0 + tl.exp(-y))).to(x.dtype).to(tl.float32)
-    y = y * tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(gate + at, y.to(x.dtype), mask=at < count)
+    y = y * tl.load(up + row * up_row + channel, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * channels + channel, y.to(x.dtype), mask=real)

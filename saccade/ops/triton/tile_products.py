@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.matrices import Matrix
 from saccade.ops.tile_weights import TILE, Layout, TileMatrix
 from saccade.ops.triton import tile_rows
 from saccade.ops.triton.common import arrivals, begin, launched, pad, processors, runs_on
@@ -34,34 +33,25 @@ def serves(x: Tensor) -> bool:
     return 0 < x.shape[0] <= MOST_ROWS and runs_on(x)
 
 
-def gates(x: Tensor, gate: Matrix, up: Matrix) -> bool:
-    """Whether :func:`product` takes both of a gated MLP's matrices at once."""
-    if not (isinstance(gate, TileMatrix) and isinstance(up, TileMatrix) and serves(x) and tile_rows.serves(x)):
-        return False
-    return type(gate) is type(up) and gate.weight.shape == up.weight.shape and gate.bias is up.bias is None
-
-
-def product(x: Tensor, matrix: TileMatrix, up: TileMatrix | None = None) -> Tensor:
-    """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32. With ``up``,
-    where :func:`gates` says so, its ``silu`` times the product with ``up``, each factor rounded to that dtype first."""
+def product(x: Tensor, matrix: TileMatrix) -> Tensor:
+    """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32."""
     x, bias, layout, device = in_rows(x), matrix.bias, matrix.layout, x.device
     rows, outputs, wide = x.shape[0], matrix.outputs, pad(x.shape[0], 8)
     steps = -(-matrix.channels // layout.step)
     quick = tile_rows.serves(x)
-    launch, each = (tile_rows.launch(layout), tile_rows.OUTPUTS) if quick else (PLAIN, TILE)
+    launch, each = (tile_rows.LAUNCH, tile_rows.OUTPUTS) if quick else (PLAIN, TILE)
     blocks = len(matrix.weight) * (TILE // each)
     splits = _splits(blocks, -(-steps // launch.warps) if quick else steps, processors(device), launch)
-    out, lots = torch.empty(rows, outputs, dtype=x.dtype, device=device), splits * (1 if up is None else 2)
-    parts = out if splits == 1 else torch.empty(lots, blocks, each, wide, dtype=torch.float32, device=device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    parts = out if splits == 1 else torch.empty(splits, blocks, each, wide, dtype=torch.float32, device=device)
     words, halves, stored = _views(matrix)
     places = rows, outputs, matrix.channels, steps, x.stride(0), matrix.weight.stride(0), *matrix.places[1:]
     others = out if bias is None else bias, out, parts, arrivals(device, blocks)
     shared = _constants(layout) | launched(device) | {"TILE": TILE, "ROWS": wide, "SPLITS": splits}
     shared |= {"BIASED": bias is not None, "FULL": matrix.channels % layout.step == 0, **launch.options(rows)}
     if quick:
-        own = tile_rows.constants(x.dtype, layout.kind) | {"GATED": up is not None}
-        second = (words, stored) if up is None else (_views(up)[0], up.weight)
-        tile_rows.product[(blocks, splits)](x, words, stored, *second, *others, *places, **shared, **own)
+        own = tile_rows.constants(x.dtype, layout.kind)
+        tile_rows.product[(blocks, splits)](x, words, stored, *others, *places, **shared, **own)
     else:
         _product[(blocks, splits)](x, words, halves, stored, *others, *places, **shared, STAGES=STAGES)
     return out

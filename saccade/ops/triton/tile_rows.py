@@ -16,7 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from saccade.ops.tile_weights import Layout
 from saccade.ops.triton.common import interpreted
 
 try:
@@ -71,13 +70,7 @@ class Launch(NamedTuple):
         return {"num_warps": self.warps, **limit}
 
 
-# Measured on an H100, by benchmarks/gpu/tiles.py --sweep
-LIGHT, HEAVY = Launch(1, 16, 4, 8, registers=128), Launch(4, 8, 4, 16)
-
-
-def launch(layout: Layout) -> Launch:
-    """How weights of ``layout`` are best read."""
-    return LIGHT if layout.bits == 4 and layout.part == 32 and not layout.more else HEAVY
+LAUNCH = Launch(2, 8, 4, 8, registers=128)  # measured on an H100, by benchmarks/gpu/tiles.py --sweep
 
 
 @triton.constexpr_function
@@ -233,26 +226,26 @@ if gluon is not None:
                 total -= mma_v2(ones, value, none) * off[:, :, None]
         return total
 
-    @gluon.jit
-    def _sum(
-        x, row_count, channels, steps, x_row, words, stored, tile_bytes, more, scales, least, factors, minima, zeros,
-        ROWS: gl.constexpr, SPLITS: gl.constexpr, MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr,
-        TILE: gl.constexpr, OUTPUTS: gl.constexpr, BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr,
-        GROUP: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr, FACTORS: gl.constexpr, SIGNED: gl.constexpr,
-        LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr,
-        WAITS: gl.constexpr, FLAT: gl.constexpr,
+    @gluon.jit(do_not_specialize=["rows"])
+    def product(
+        x, words, stored, bias, out, parts, arrived, rows, outputs, channels, steps, x_row, tile_bytes, more, scales,
+        least, factors, minima, zeros, ROWS: gl.constexpr, SPLITS: gl.constexpr, BIASED: gl.constexpr,
+        MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr, TILE: gl.constexpr, OUTPUTS: gl.constexpr,
+        BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+        SCALES: gl.constexpr, FACTORS: gl.constexpr, SIGNED: gl.constexpr, LEAST: gl.constexpr, MINIMA: gl.constexpr,
+        ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr,
     ):  # fmt: skip
-        """float32 [OUTPUTS, ROWS] of the layout FLAT: the program's part of the sums."""
+        """See ``tile_products._product``. A program's warps take steps in turn; their sums are added in order."""
         warps: gl.constexpr = gl.num_warps()
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
         of_codes: gl.constexpr = gl.DotOperandLayout(0, mma, PART // 4)
         of_rows: gl.constexpr = gl.DotOperandLayout(1, mma, PART // 4)
         block, split = gl.program_id(0), gl.program_id(1)
-        turns = gl.cdiv(steps, warps)
-        start = split * gl.cdiv(turns, SPLITS)
-        stop = gl.minimum(start + gl.cdiv(turns, SPLITS), turns)
-        limit = gl.minimum(stop * warps, steps)
-        at = (block // (TILE // OUTPUTS)).to(gl.int64) * tile_bytes
+        rounds = gl.cdiv(steps, warps)
+        start = split * gl.cdiv(rounds, SPLITS)
+        stop = gl.minimum(start + gl.cdiv(rounds, SPLITS), rounds)
+        tile = block // (TILE // OUTPUTS)
+        at = tile.to(gl.int64) * tile_bytes
         words, stored = words + at // 2, stored + at
         begin = block % (TILE // OUTPUTS) * OUTPUTS
         own = begin + gl.arange(0, OUTPUTS, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
@@ -260,85 +253,45 @@ if gluon is not None:
         place = (begin + _second(OUTPUTS, of_codes)) * PART + _third(PART, of_codes)
         at_codes, at_row = _first(warps, of_codes), _first(warps, of_rows)
         lane, row = _second(PART, of_rows), _third(ROWS, of_rows)
-        x_at = x + row * x_row + lane
         total = gl.zeros([warps, OUTPUTS, ROWS], gl.float32, mma)
+        limit = gl.minimum(stop * warps, steps)
         held = _fetch(
             words, stored, start * warps, limit, place, at_codes, own, at_own, more, scales, least, factors, minima,
             zeros, TILE, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
         )  # fmt: skip
-        if WAITS:  # nothing on the way writes weights
+        if EARLY:  # nothing on the way writes weights
             _wait(own)
+        x_at = x + row * x_row + lane
         for turn in range(start, stop):
             following = _fetch(
                 words, stored, (turn + 1) * warps, limit, place, at_codes, own, at_own, more, scales, least, factors,
                 minima, zeros, TILE, MORE, PART, GROUP, FACTORS, LEAST, MINIMA, ZEROS, STEP, SPAN,
             )  # fmt: skip
             total = _add(
-                total, held, x_at, turn * warps, at_row, at_codes, row < row_count, limit, lane, channels, FULL, BITS,
-                MORE, PART, GROUP, ZERO, SCALES, FACTORS, SIGNED, LEAST, MINIMA, ZEROS, STEP, SPAN, MAGIC, KIND,
+                total, held, x_at, turn * warps, at_row, at_codes, row < rows, limit, lane, channels, FULL, BITS, MORE,
+                PART, GROUP, ZERO, SCALES, FACTORS, SIGNED, LEAST, MINIMA, ZEROS, STEP, SPAN, MAGIC, KIND,
             )  # fmt: skip
             held = following
-        return gl.convert_layout(gl.sum(total, 0), FLAT)
-
-    @gluon.jit
-    def _gathered(put, seen, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr, FLAT: gl.constexpr):
-        """The sums of all programs' parts in their order, whoever came last."""
-        whole = gl.zeros([OUTPUTS, ROWS], gl.float32, FLAT)
-        for number in gl.static_range(SPLITS):
-            whole += gl.load(put + number * (OUTPUTS * ROWS), mask=seen, other=0.0, volatile=True)
-        return whole
-
-    @gluon.jit(do_not_specialize=["rows"])
-    def product(
-        x, words, stored, up_words, up_stored, bias, out, parts, arrived, rows, outputs, channels, steps, x_row,
-        tile_bytes, more, scales, least, factors, minima, zeros, ROWS: gl.constexpr, SPLITS: gl.constexpr,
-        BIASED: gl.constexpr, GATED: gl.constexpr, MAGIC: gl.constexpr, KIND: gl.constexpr, FULL: gl.constexpr,
-        TILE: gl.constexpr, OUTPUTS: gl.constexpr, BITS: gl.constexpr, MORE: gl.constexpr, PART: gl.constexpr,
-        GROUP: gl.constexpr, ZERO: gl.constexpr, SCALES: gl.constexpr, FACTORS: gl.constexpr, SIGNED: gl.constexpr,
-        LEAST: gl.constexpr, MINIMA: gl.constexpr, ZEROS: gl.constexpr, STEP: gl.constexpr, SPAN: gl.constexpr,
-        EARLY: gl.constexpr,
-    ):  # fmt: skip
-        """See ``tile_products._product``. A program's warps take steps in turn; their sums are added in order. GATED:
-        ``silu`` of the product, times the one with the weights ``up``."""
-        wide: gl.constexpr = min(gl.num_warps(), OUTPUTS // 32)
-        flat: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [wide, gl.num_warps() // wide], [0, 1])
-        whole = _sum(
-            x, rows, channels, steps, x_row, words, stored, tile_bytes, more, scales, least, factors, minima, zeros,
-            ROWS, SPLITS, MAGIC, KIND, FULL, TILE, OUTPUTS, BITS, MORE, PART, GROUP, ZERO, SCALES, FACTORS, SIGNED,
-            LEAST, MINIMA, ZEROS, STEP, SPAN, EARLY, flat,
-        )  # fmt: skip
-        second = whole
-        if GATED:
-            second = _sum(
-                x, rows, channels, steps, x_row, up_words, up_stored, tile_bytes, more, scales, least, factors, minima,
-                zeros, ROWS, SPLITS, MAGIC, KIND, FULL, TILE, OUTPUTS, BITS, MORE, PART, GROUP, ZERO, SCALES, FACTORS,
-                SIGNED, LEAST, MINIMA, ZEROS, STEP, SPAN, False, flat,
-            )  # fmt: skip
+        wide: gl.constexpr = min(warps, OUTPUTS // 32)
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [wide, warps // wide], [0, 1])
+        whole = gl.convert_layout(gl.sum(total, 0), flat)
         output = gl.arange(0, OUTPUTS, gl.SliceLayout(1, flat))[:, None]
         row = gl.arange(0, ROWS, gl.SliceLayout(0, flat))[None, :]
-        block, split = gl.program_id(0), gl.program_id(1)
         last = True
         if SPLITS > 1:
             size: gl.constexpr = OUTPUTS * ROWS
-            put = parts + block.to(gl.int64) * (SPLITS * size) + row * OUTPUTS + output
-            other = put + gl.num_programs(0).to(gl.int64) * (SPLITS * size)
+            put = parts + (block * SPLITS).to(gl.int64) * size + row * OUTPUTS + output
             gl.store(put + split * size, whole, mask=row < rows)
-            if GATED:
-                gl.store(other + split * size, second, mask=row < rows)
             barrier()  # all threads' stores come before the arrival that one of them announces
             last = gl.atomic_add(arrived + block, gl.cast(1, gl.int64), sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
-                whole = _gathered(put, row < rows, OUTPUTS, ROWS, SPLITS, flat)
-                if GATED:
-                    second = _gathered(other, row < rows, OUTPUTS, ROWS, SPLITS, flat)
+                whole = gl.zeros([OUTPUTS, ROWS], gl.float32, flat)
+                for number in gl.static_range(SPLITS):  # in their order, whoever came last
+                    whole += gl.load(put + number * size, mask=row < rows, other=0.0, volatile=True)
                 gl.store(arrived + block, gl.cast(0, gl.int64))
             output += block * OUTPUTS
             real = (row < rows) & (output < outputs)
             if BIASED:
                 whole += gl.load(bias + output, mask=output < outputs, other=0.0).to(gl.float32)
-            if GATED:  # each factor rounded first
-                whole = whole.to(KIND).to(gl.float32)
-                whole = (whole / (1.0 + gl.exp(-whole))).to(KIND).to(gl.float32)
-                whole *= second.to(KIND).to(gl.float32)
             gl.store(out + row * outputs + output, whole.to(out.dtype.element_ty), mask=real)
