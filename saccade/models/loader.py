@@ -42,6 +42,7 @@ from saccade.models.quiet import quiet_transformers
 from saccade.models.rounded_weights import RoundedWeights, rounding_notes
 from saccade.models.runner import HFRunner
 from saccade.models.target import checked_device, run_dtype
+from saccade.models.text_part import renaming
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.ops import fp8
 from saccade.ops.group_rounding import BITS
@@ -185,7 +186,7 @@ def _load_llama(
     if source is not None:
         return load_llama(checkpoint, model, device, convert, source), source.digest, []
     digests: dict[str, str] | None = {} if leave and integers is None else None
-    files = SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    files = SafetensorsWeights(weight_files(checkpoint.path), checkpoint.names, device, dtype, digests)
     if integers is not None:
         rounded = RoundedWeights(files, integers, device, dtype)
         names = list(model.state_dict())
@@ -229,6 +230,7 @@ def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # so that they are reported by name, and refused
             output_loading_info=True,
+            key_mapping=renaming(checkpoint.whole, checkpoint.names.values()),
         )
     except Exception as error:  # transformers and safetensors raise many kinds
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
@@ -236,7 +238,7 @@ def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     mismatched = [str(key[0]) if isinstance(key, tuple) else str(key) for key in info["mismatched_keys"]]
     if mismatched:
         raise ModelError(f"{checkpoint.path}: {sorted(mismatched)[0]} has a shape that config.json does not describe")
-    refuse_absent(checkpoint, info["missing_keys"], info["unexpected_keys"])
+    refuse_absent(checkpoint, info["missing_keys"], checkpoint.shapes.keys() & info["unexpected_keys"])
     if info["error_msgs"]:
         raise ModelError(f"{checkpoint.path} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
     return model

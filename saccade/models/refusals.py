@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.errors import ModelError, shown
 from saccade.models.families import FAMILIES
+from saccade.models.text_part import WRAPPERS, text_of
 
 Config = dict[str, Any]
 
@@ -52,7 +53,8 @@ def _says_recurrent(config: Config) -> bool:
 _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
-        "a multimodal or nested config (vision, audio or text_config); give a text-only causal language model",
+        "a multimodal or nested config (vision, audio or text_config), whose text is held against transformers for "
+        f"{', '.join(sorted(WRAPPERS))} alone; give one of these, or a text-only causal language model",
     ),
     (
         lambda c: bool(c.get("is_encoder_decoder")) or _type_in(*_ENCODER_DECODER)(c) or bool(c.get("is_cross_attn")),
@@ -92,6 +94,8 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
 
 def refuse_unsupported(config: Config, where: str) -> None:
     """Raise ModelError if ``config`` (as written in config.json) is of a family or has a feature we cannot run."""
+    _refuse_other_wrapper(config, where)
+    config = text_of(config)
     model_type = config["model_type"]
     for present, feature in _FEATURES:
         if present(config):
@@ -104,6 +108,16 @@ def refuse_unsupported(config: Config, where: str) -> None:
 
 def _article(feature: str) -> str:
     return feature if not feature.startswith("encoder-decoder") else f"an {feature}"
+
+
+def _refuse_other_wrapper(config: Config, where: str) -> None:
+    """Of a multimodal model that answers with anything but text."""
+    given = config.get("architectures")
+    if config["model_type"] in WRAPPERS and given and not str(given[0]).endswith("ForConditionalGeneration"):
+        raise ModelError(
+            f"{where} holds {shown(given, 80)}, not a language model with a head; give a ...ForConditionalGeneration "
+            "checkpoint"
+        )
 
 
 def _refuse_other_head(config: Config, where: str) -> None:
