@@ -48,7 +48,7 @@ FEATURES = [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ({"vision_config": {"hidden_size": 8}}, "multimodal"),
-    ({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "multimodal"),
+    ({"model_type": "paligemma", "text_config": {"hidden_size": 8}}, "multimodal"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     ({"is_encoder_decoder": True}, "encoder-decoder"),
     ({"add_cross_attention": True}, "cross-attention"),

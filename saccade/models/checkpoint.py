@@ -71,7 +71,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{file}, whose config and tokenizer {folder} holds, has gone; give the GGUF file where it is now"
             )
         header = read_header(file)
-        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header)
+        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header, whole=whole)
     scheme = scheme_of(config, f"{folder} ({config['model_type']})")
     headers = read_headers(weight_files(folder))
     names = text_names(whole, headers)

@@ -11,15 +11,32 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
-# What a multimodal type's text model is where its config does not say.
+# What a multimodal type's text model is where its config does not say. Left out: such as scale logits otherwise than
+# their text family (aya_vision, cohere2_vision, granite_speech), or store experts otherwise (qwen3_vl_moe).
 WRAPPERS = {
+    "deepseek_vl": "llama",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
+    "glmasr": "llama",
+    "got_ocr2": "qwen2",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "lighton_ocr": "qwen3",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
-    "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_audio": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
     "qwen3_vl": "qwen3_vl_text",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
 }
 # Text models that compute what another family does. M-RoPE rotates each part of a head by one of three positions
 # (Wang et al. 2024, Qwen2-VL, section 2.1); those of a text token are equal, which is plain rotation by its position.
@@ -48,6 +65,8 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_config(config: Any) -> Any:
     """transformers' config of the language model alone, of that of a multimodal checkpoint; any other as it is."""
+    from transformers import CONFIG_MAPPING
+
     if config.model_type not in WRAPPERS:
         return config
     text = config.get_text_config()
@@ -59,6 +78,8 @@ def text_config(config: Any) -> Any:
         rope = dict(fields["rope_parameters"])
         fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _MROPE}
         text = kind(**fields)
+    if hasattr(text, "final_logit_softcapping"):
+        text.final_logit_softcapping = None  # Gemma 3's multimodal class has none
     text.tie_word_embeddings = bool(config.tie_word_embeddings)  # the one that transformers goes by
     if getattr(config, "eos_token_id", None) is not None:
         text.eos_token_id = config.eos_token_id
