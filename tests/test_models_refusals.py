@@ -300,7 +300,7 @@ def test_broken_index(folder, text):
 
 def test_adapter_folder(folder):
     (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "PEFT adapter", "merge")
+    refused(folder, "PEFT adapter", "--lora")
 
 
 def test_broken_tokenizer(folder):

@@ -107,7 +107,7 @@ def check_folder(path: str | Path) -> Path:
             f"{folder} is a file; give the folder that holds config.json and the safetensors files, or a GGUF file"
         )
     if (folder / "adapter_config.json").exists():
-        raise ModelError(f"{folder} holds a PEFT adapter, which is not supported; merge it into its base model first")
+        raise ModelError(f"{folder} holds a PEFT adapter; give its base model here, and the adapter as --lora or lora=")
     return folder
 
 

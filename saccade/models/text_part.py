@@ -95,6 +95,12 @@ def text_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, st
     return {own + name[len(start) :]: name for start, own in _starts(names).items() for name in names if name.startswith(start)}
 
 
+def own_name(name: str) -> str:
+    """What the language model alone calls a module of it that is named as in some multimodal model."""
+    start = next((one for one in _PREFIXES if name.startswith(one)), None)
+    return name.removeprefix("language_model.") if start is None else f"model.{name[len(start) :]}"
+
+
 def renaming(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str] | None:
     """What to replace in ``names`` of files for those that the language model has alone, as transformers takes it."""
     if config["model_type"] not in WRAPPERS:
