@@ -90,6 +90,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, config, _most(stored), shapes, names=names, whole=whole)
 
 
+def open_config(path: str | Path) -> Checkpoint:
+    """What config.json alone says of a checkpoint whose weights may not be there; raises as :func:`open_checkpoint`."""
+    folder = check_folder(path)
+    whole = read_config(folder)
+    return Checkpoint(folder, text_of(whole), torch.bfloat16, {}, whole=whole)
+
+
 def check_folder(path: str | Path) -> Path:
     """``path`` as a folder that looks like a checkpoint, or a ModelError."""
     try:

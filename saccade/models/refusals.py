@@ -16,7 +16,11 @@ Config = dict[str, Any]
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "global"}
 _ENCODER_DECODER = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "led", "marian", "m2m_100", "whisper", "t5gemma")
-_ENCODERS = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert", "albert", "xlm-roberta", "camembert")
+_ENCODERS = (
+    "bert", "roberta", "distilbert", "electra", "deberta", "modernbert", "albert", "xlm-roberta", "camembert", "xlm",
+    "bert-generation", "big_bird", "data2vec-text", "ernie", "megatron-bert", "rembert", "roberta-prelayernorm",
+    "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 _RECURRENT = (
     "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
     "nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax", "lfm2", "lfm2_moe", "xlstm",
@@ -53,8 +57,8 @@ def _says_recurrent(config: Config) -> bool:
 _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
-        "a multimodal or nested config (vision, audio or text_config), whose text is held against transformers for "
-        f"{', '.join(sorted(WRAPPERS))} alone; give one of these, or a text-only causal language model",
+        "a multimodal or nested config (vision, audio or text_config) of a type whose text is not held against "
+        "transformers here; docs/models.md lists those that are: give one of them, or a text-only causal language model",
     ),
     (
         lambda c: bool(c.get("is_encoder_decoder")) or _type_in(*_ENCODER_DECODER)(c) or bool(c.get("is_cross_attn")),
@@ -95,15 +99,22 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
 def refuse_unsupported(config: Config, where: str) -> None:
     """Raise ModelError if ``config`` (as written in config.json) is of a family or has a feature we cannot run."""
     _refuse_other_wrapper(config, where)
+    inner = config.get("text_config")
+    if config["model_type"] not in WRAPPERS and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
+        _refuse_features(inner, where)  # which says more than that it is nested
     config = text_of(config)
+    _refuse_features(config, where)
+    _refuse_other_head(config, where)
+    _refuse_odd_sizes(config, where)
+
+
+def _refuse_features(config: Config, where: str) -> None:
     model_type = config["model_type"]
     for present, feature in _FEATURES:
         if present(config):
             raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(feature)}")
     if model_type not in FAMILIES:
         raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    _refuse_other_head(config, where)
-    _refuse_odd_sizes(config, where)
 
 
 def _article(feature: str) -> str:
