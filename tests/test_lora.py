@@ -136,7 +136,10 @@ def test_peft_agrees(tmp_path):
 
     for number, (family, fields) in enumerate(
         [
-            ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 9}}),
+            (
+                "llama",
+                {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 9}},
+            ),
             ("qwen2", {"use_dora": True, "layers_to_transform": [0, 2], "target_modules": ["q_proj", "up_proj"]}),
             ("gemma2", {"fan_in_fan_out": True, "exclude_modules": ["o_proj"]}),
         ]
@@ -194,7 +197,10 @@ def test_who_a_model_with_an_adapter_is(base, adapters, tmp_path):
         expected = session.generate([5, 6, 7], GREEDY).outputs[0].token_ids
     with LLM(base, lora=adapters[0], kv_memory="4MiB") as llm:
         assert llm.restore(tmp_path / "kept").generate([5, 6, 7], GREEDY).outputs[0].token_ids == expected
-    for other, words in ((adapters[1], r"the adapter 'cats \(\w{8}\)', not 'dogs \(\w{8}\)'"), (None, "not no adapter")):
+    for other, words in (
+        (adapters[1], r"the adapter 'cats \(\w{8}\)', not 'dogs \(\w{8}\)'"),
+        (None, "not no adapter"),
+    ):
         with LLM(base, lora=other, kv_memory="4MiB") as llm, pytest.raises(RequestError, match=words) as caught:
             llm.restore(tmp_path / "kept")
         assert "recompute=True" in str(caught.value)
@@ -211,7 +217,9 @@ def test_who_a_model_with_an_adapter_is(base, adapters, tmp_path):
 def test_the_command_line(base, adapters, tmp_path, capsys):
     answers = []
     for lora in ([], ["--lora", str(adapters[0])]):
-        code, out, _ = run(capsys, "generate", "-m", str(base), *lora, "--max-tokens", "8", "--temperature", "0", "hello")
+        code, out, _ = run(
+            capsys, "generate", "-m", str(base), *lora, "--max-tokens", "8", "--temperature", "0", "hello"
+        )
         assert code == 0
         answers.append(out)
     assert answers[0] != answers[1]
@@ -289,7 +297,11 @@ def test_bases_and_folders_that_are_refused(base, adapters, tmp_path):
     with pytest.raises(ModelError, match="changes lm_head, which is the embedding, too"):
         load_model(tied, lora=head)
     load_model(base, lora=head)
-    for content, words in (("{", "cannot be read as JSON"), ("[]", "not a JSON object"), ("{}", "holds no adapter_model")):
+    for content, words in (
+        ("{", "cannot be read as JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "holds no adapter_model"),
+    ):
         (folder := tmp_path / words).mkdir()
         (folder / "adapter_config.json").write_text(content)
         with pytest.raises(ModelError, match=words):

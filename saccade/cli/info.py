@@ -52,8 +52,10 @@ def _print_refused(facts: RefusedModel, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(facts), "path": str(facts.path), "supported": False}, indent=2))
         return
-    known = {} if facts.parameters is None else {"parameters": f"{facts.parameters / 1e6:,.1f} million"}
-    for name, value in {"file": facts.path, "family": facts.family, "runs here": f"no: {facts.reason}", **known}.items():
+    told = {"file": facts.path, "family": facts.family, "runs here": f"no: {facts.reason}"}
+    if facts.parameters is not None:
+        told["parameters"] = f"{facts.parameters / 1e6:,.1f} million"
+    for name, value in told.items():
         print(f"{name:<16} {value}")
 
 
@@ -91,11 +93,12 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
-    """What a decode step of one sequence reads of keys and values at lengths of context, its share of all that is read,
-    and how many times fewer bytes are read where layers without a window read ``READ`` of theirs."""
+    """Memory for keys and values at lengths of context, what a decode step of one sequence reads of them by the layers'
+    windows, its share of all that is read, and how many times fewer bytes are read where layers without a window read ``READ`` of theirs."""
     return [
         {
             "tokens": tokens,
+            "memory": tokens * facts.token_bytes,
             "kv_bytes": facts.kv_bytes(tokens),
             "share_of_step": facts.kv_bytes(tokens) / (facts.kv_bytes(tokens) + facts.step_bytes),
             "limit": facts.gain(tokens, READ),
@@ -106,20 +109,20 @@ def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
 
 def table(facts: ModelFacts) -> list[str]:
     """:func:`contexts` for people, and what it is reckoned by."""
-    lines = [f"{'context':>11} {'keys and values':>16} {'of a step':>10} {f'limit at {READ:.0%}':>12}"]
+    lines = [f"{'context':>11} {'held':>10} {'read a step':>12} {'of a step':>10} {f'limit at {READ:.0%}':>12}"]
     for one in contexts(facts):
         beyond = "  beyond its context" if one["tokens"] > facts.context else ""
         lines.append(
-            f"{one['tokens']:>11,} {show_bytes(one['kv_bytes']):>16} {one['share_of_step']:>10.1%} "
-            f"{one['limit']:>11.2f}x{beyond}"
+            f"{one['tokens']:>11,} {show_bytes(one['memory']):>10} {show_bytes(one['kv_bytes']):>12} "
+            f"{one['share_of_step']:>10.1%} {one['limit']:>11.2f}x{beyond}"
         )
     half = facts.half_at
     when = "attention is never half of it" if half is None else f"attention is half of it at {half:,} tokens"
     return [
         *lines,
         "",
-        f"A decode step of one sequence reads {show_bytes(facts.step_bytes)} of weights and its keys and values: {when} "
-        "(with n sequences at once, at an n-th of that each).",
-        f"The limit is of bytes alone: how many times fewer are read where layers without a window read {READ:.0%} of "
-        "their keys and values, and choosing costs nothing.",
+        f"A decode step of one sequence reads {show_bytes(facts.step_bytes)} of weights, and its keys and values:",
+        f"{when} (with n sequences at once, at an n-th of that each).",
+        "The limit is of bytes alone: how many times fewer are read where layers without a window read",
+        f"{READ:.0%} of their keys and values, and choosing costs nothing.",
     ]

@@ -166,7 +166,9 @@ def _pairs(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
             ((name.removesuffix(f".{end}"), part) for end, part in _PARTS.items() if name.endswith(f".{end}")), ("", "")
         )
         if not part or not module.startswith("base_model.model."):
-            whole = "an embedding of its own" if "lora_embedding" in name else "a whole tensor, or a part of another kind"
+            whole = (
+                "an embedding of its own" if "lora_embedding" in name else "a whole tensor, or a part of another kind"
+            )
             raise ModelError(f"lora={str(path)!r} holds {whole} ({shown(name, 100)}), which is not read; {MERGE}")
         found[module.removeprefix("base_model.model.")][part] = tensor
     pairs: dict[str, Pair] = {}

@@ -27,7 +27,8 @@ _RECURRENT = (
     "kimi_linear", "olmo_hybrid", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
-_SHARED_KV = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified")
+_SHARED_KV = ("gemma3n", "gemma3n_text")
+_TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _ALIBI = ("bloom", "mpt")
 _COUNTS = (
     "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -74,6 +75,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
         "keys and values shared between layers",
     ),
+    (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
     (
         _says_recurrent,
         "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values",
@@ -86,7 +88,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
     (
-        lambda c: bool(c.get("use_bidirectional_attention")) or c.get("is_causal") is False or bool(c.get("prefix_lm")),
+        lambda c: c.get("use_bidirectional_attention") not in (None, False, "vision") or c.get("is_causal") is False or bool(c.get("prefix_lm")),
         "attention that is not causal (a mask that carries meaning: bidirectional or prefix-LM)",
     ),
     (

@@ -92,7 +92,12 @@ def text_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, st
     names = list(stored)
     if config["model_type"] not in WRAPPERS:
         return dict(zip(names, names))
-    return {own + name[len(start) :]: name for start, own in _starts(names).items() for name in names if name.startswith(start)}
+    return {
+        own + name[len(start) :]: name
+        for start, own in _starts(names).items()
+        for name in names
+        if name.startswith(start)
+    }
 
 
 def own_name(name: str) -> str:
