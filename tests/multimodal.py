@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +38,9 @@ LAYOUTS = {
 }
 
 
-def make_multimodal(wrapper: str, folder: Path, *, seed: int = 0, text: dict[str, Any] = {}, **whole: Any) -> Any:
+def make_multimodal(
+    wrapper: str, folder: Path, *, seed: int = 0, text: Mapping[str, Any] = MappingProxyType({}), **whole: Any
+) -> Any:
     """Write a random float32 checkpoint of the multimodal type ``wrapper`` into ``folder``; returns transformers' model
     of it."""
     kind = CONFIG_MAPPING[wrapper]

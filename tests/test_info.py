@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from causal_classes import TYPES, Evidence, small_config
+from covering import quick
 from multimodal import make_multimodal
 from test_cli import run
 from tiny_models import CONFIGS, make_checkpoint, one_thread, random_ids  # noqa: F401
@@ -34,9 +35,7 @@ def written(folder: Path, config: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.thorough) for one in CONFIGS]
-)
+@pytest.mark.parametrize("family", quick(CONFIGS, lambda one: one in QUICK))
 def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     folder = make_checkpoint(family, tmp_path / "whole")
     model, facts = load_model(folder), described(config_alone(folder, tmp_path / "alone"))
@@ -211,12 +210,21 @@ REASONS = {
     "not causal": lambda shown: bool(getattr(shown.text, "use_bidirectional_attention", 0)) or shown.text.prefix_lm,
     "multimodal or nested": lambda shown: bool(shown.parts()),
 }
-SOME = ("bert", "deepseek_v3", "falcon_mamba", "gemma3n", "gemma4_text", "gpt2", "llama4_text", "mpt", "qwen3_next")
+SOME = (
+    "bert",
+    "deepseek_v3",
+    "falcon_mamba",
+    "gemma3",
+    "gemma3n",
+    "gemma4_text",
+    "gpt2",
+    "llama",
+    "llama4_text",
+    "mpt",
+)
 
 
-@pytest.mark.parametrize(
-    "model_type", [one if one in (*SOME, "llama", "gemma3") else pytest.param(one, marks=pytest.mark.thorough) for one in TYPES]
-)  # fmt: skip
+@pytest.mark.parametrize("model_type", quick(TYPES, lambda one: one in SOME))
 def test_every_model_of_transformers_is_told_truly(model_type, tmp_path):
     """What is said to run generates; what is refused has a reason that its own model shows."""
     folder = written(tmp_path / "small", small_config(model_type))

@@ -209,9 +209,9 @@ def test_who_a_model_with_an_adapter_is(base, adapters, tmp_path):
         session = llm.session()
         session.generate([1, 2, 3], GREEDY)
         session.save(tmp_path / "plain")
-    with LLM(base, lora=adapters[1], kv_memory="4MiB") as llm:
-        with pytest.raises(RequestError, match=r"no adapter, not 'dogs"):
-            llm.restore(tmp_path / "plain")
+    said = pytest.raises(RequestError, match=r"no adapter, not 'dogs")
+    with LLM(base, lora=adapters[1], kv_memory="4MiB") as llm, said:
+        llm.restore(tmp_path / "plain")
 
 
 def test_the_command_line(base, adapters, tmp_path, capsys):
@@ -264,6 +264,8 @@ def test_configs_that_are_refused(base, adapters, tmp_path, fields, words):
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj."
+NINTH = LAYER.replace(".0.", ".9.")
+EXPERT = "base_model.model.model.layers.0.mlp.experts.3.w1."
 BAD_TENSORS = [
     ({f"{LAYER}lora_A.weight": None}, "a part of .*q_proj is missing"),
     ({f"{LAYER}lora_A.weight": torch.ones(4, 47)}, r"is \[64, 47\], but \[64, 48\]"),
@@ -271,9 +273,9 @@ BAD_TENSORS = [
     ({f"{LAYER}lora_magnitude_vector": torch.ones(64)}, "missing or too much"),
     ({"base_model.model.lm_head.weight": torch.ones(288, 48)}, "holds a whole tensor"),
     ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 288)}, "an embedding of its own"),
-    ({f"{LAYER.replace('.0.', '.9.')}{part}": torch.ones(4, 4) for part in ("lora_A.weight", "lora_B.weight")}, "has no matrix of"),
-    ({"base_model.model.model.layers.0.mlp.experts.3.w1." + part: torch.ones(4, 4) for part in ("lora_A.weight", "lora_B.weight")}, "experts lie together"),
-]  # fmt: skip
+    ({f"{NINTH}lora_{part}.weight": torch.ones(4, 4) for part in "AB"}, "has no matrix of"),
+    ({f"{EXPERT}lora_{part}.weight": torch.ones(4, 4) for part in "AB"}, "experts lie together"),
+]
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD_TENSORS, ids=lambda one: str(list(one))[:60])

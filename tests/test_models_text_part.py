@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import quick
 from dense_store import DenseStore, run_packed
 from multimodal import make_multimodal, wrapped
 from packed_files import FOLDERS, quantise
@@ -36,10 +37,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[one if one in QUICK else pytest.param(one, marks=pytest.mark.thorough) for one in sorted(WRAPPERS)],
-)
+@pytest.fixture(scope="module", params=quick(sorted(WRAPPERS), lambda one: one in QUICK))
 def pair(request, tmp_path_factory):
     """(folder, transformers' own multimodal model) of one type's tiny checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -84,7 +82,7 @@ def test_greedy_tokens_of_a_batch_and_a_second_turn(pair):
         ("mistral3", "ministral3", "now"),
         ("smolvlm", "llama", "idefics"),
     ],
-)  # fmt: skip
+)
 def test_every_layout_is_the_text_model_by_itself(wrapper, family, layout, tmp_path):
     """The same logits and the same identity; a tower of NaN is never looked at."""
     plain = {"use_sliding_window": False} if family.startswith("qwen") else {"final_logit_softcapping": None}
@@ -97,7 +95,9 @@ def test_every_layout_is_the_text_model_by_itself(wrapper, family, layout, tmp_p
     assert load_model(text, quantize="int8").identity == load_model(tmp_path / "whole", quantize="int8").identity
 
 
-@pytest.mark.parametrize(("wrapper", "module"), [("qwen3_vl", "saccade.models.dense_weights"), ("gemma3", "transformers.modeling_utils")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrapper", "module"), [("qwen3_vl", "saccade.models.dense_weights"), ("gemma3", "transformers.modeling_utils")]
+)
 def test_the_rest_stays_on_disk(wrapper, module, tmp_path, monkeypatch):
     """No tensor that is not the language model's is read, by our loop or by transformers' modules."""
     import importlib

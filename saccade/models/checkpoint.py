@@ -42,8 +42,9 @@ _FLOAT_STORAGE = {
 class Checkpoint:
     """A checked folder: ``config`` is config.json as written, of a multimodal checkpoint that of its language model
     (``models.text_part``), ``stored_dtype`` what most parameters are stored in, ``shapes`` those of all weights by
-    name, ``names`` what files call the tensors, ``whole`` config.json as it is. ``gguf``: what the GGUF file that holds the weights in place of
-    safetensors files says of itself. ``packed``: how those of a quantization_config are stored."""
+    name, ``names`` what files call the tensors, ``whole`` config.json as it is. ``gguf``: what the GGUF file that
+    holds the weights in place of safetensors files says of itself. ``packed``: how those of a quantization_config are
+    stored."""
 
     path: Path
     config: dict[str, Any]

@@ -19,7 +19,8 @@ from saccade.ops.matrices import DenseMatrix, Matrix
 
 class SafetensorsWeights:
     """The tensors of ``files``, called by ``names`` there, on ``device`` in ``dtype``: a
-    ``llama_weights.WeightSource``. ``digests``, if given, takes every tensor's (``identity.tensor_digest``) before it leaves the host."""
+    ``llama_weights.WeightSource``. ``digests``, if given, takes every tensor's (``identity.tensor_digest``) before it
+    leaves the host."""
 
     def __init__(
         self,

@@ -18,7 +18,8 @@ from saccade.models.text_part import text_config
 
 
 def checked_config(checkpoint: Checkpoint) -> Any:
-    """transformers' config of a checkpoint, of a multimodal one that of its language model. ModelError for one that is none, or of what cannot be run."""
+    """transformers' config of a checkpoint, of a multimodal one that of its language model. ModelError for one
+    that is none, or of what cannot be run."""
     refuse_unsupported(checkpoint.whole, str(checkpoint.path))
     refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     try:

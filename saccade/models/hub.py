@@ -44,8 +44,8 @@ def fetch(model: str, revision: str | None = None) -> Path:
 
 
 def fetch_config(model: str, revision: str | None = None) -> Path:
-    """The folder in the cache that holds the checkpoint's config.json, which is fetched if it is missing; weights may be
-    there or not. ModelError as of :func:`fetch`."""
+    """The folder in the cache that holds the checkpoint's config.json, which is fetched if it is missing. Weights may
+    be there or not. ModelError as of :func:`fetch`."""
     return _snapshot(*_parts(model, revision), _CONFIGS, quiet=True)
 
 

@@ -39,7 +39,8 @@ class ModelIdentity:
     """``family``: its model_type. ``dtype``: of activations. ``quantize``: the format of matrices that are
     no plain numbers.
     ``weights``: a digest of all of them in that dtype, before they are quantized. ``config``: fields that change a
-    result. ``lora``: the adapter in the weights, for people: weights merged before are the same model. As :attr:`data` it can be stored as JSON."""
+    result. ``lora``: the adapter in the weights, for people: weights merged before are the same model. As
+    :attr:`data` it can be stored as JSON."""
 
     family: str
     dtype: str

@@ -101,9 +101,9 @@ def load_model(
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
     a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
-    matrices are rounded to 4 or 8 bits as they are loaded. ``lora``: a folder of an adapter that is added to them before
-    (``models.lora``). Raises ModelError, always one line, for a folder that is
-    missing or broken, and for a family or feature that cannot be run correctly.
+    matrices are rounded to 4 or 8 bits as they are loaded. ``lora``: a folder of an adapter that is added to them
+    before (``models.lora``). Raises ModelError, always one line, for a folder that is missing or broken, and for a
+    family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     target = checked_device(device)

@@ -215,8 +215,8 @@ def _check_places(path: Path, pairs: dict[str, Pair], checkpoint: Checkpoint, mo
         shape = (pair.high.shape[0], pair.low.shape[1])
         if name not in matrices:
             raise ModelError(
-                f"lora={str(path)!r} changes {shown(name, 100)}, which {checkpoint.path} has no matrix of{_experts(name)}; "
-                f"give the adapter's base model, or {MERGE}"
+                f"lora={str(path)!r} changes {shown(name, 100)}, which {checkpoint.path} has no matrix "
+                f"of{_experts(name)}; give the adapter's base model, or {MERGE}"
             )
         outputs = shape[0] if pair.magnitude is None else pair.magnitude.numel()
         if shape != tuple(matrices[name]) or outputs != shape[0]:

@@ -50,8 +50,8 @@ class PackedHeader:
 def packed_header(
     scheme: Scheme, stored: Mapping[str, Stored], where: str, names: Mapping[str, str] = {}
 ) -> PackedHeader:
-    """Of the tensors ``stored`` in files, which call some otherwise (``names``). ModelError for parts that are missing, left over, or of other shapes than
-    the config says, and where it says of no tensor how it is stored."""
+    """Of the tensors ``stored`` in files, which call some otherwise (``names``). ModelError for parts that are
+    missing, left over, or of other shapes than the config says, and where it says of no tensor how it is stored."""
     tensors: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
     called: dict[str, str] = {}  # modules as the config calls them
     for name, one in stored.items():

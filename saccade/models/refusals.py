@@ -59,7 +59,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
         "a multimodal or nested config (vision, audio or text_config) of a type whose text is not held against "
-        "transformers here; docs/models.md lists those that are: give one of them, or a text-only causal language model",
+        "transformers here (docs/models.md lists those that are); give a text-only causal language model",
     ),
     (
         lambda c: bool(c.get("is_encoder_decoder")) or _type_in(*_ENCODER_DECODER)(c) or bool(c.get("is_cross_attn")),
@@ -88,7 +88,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
     (
-        lambda c: c.get("use_bidirectional_attention") not in (None, False, "vision") or c.get("is_causal") is False or bool(c.get("prefix_lm")),
+        lambda c: bool(c.get("use_bidirectional_attention")) or c.get("is_causal") is False or bool(c.get("prefix_lm")),
         "attention that is not causal (a mask that carries meaning: bidirectional or prefix-LM)",
     ),
     (

@@ -42,7 +42,7 @@ WRAPPERS = {
 # (Wang et al. 2024, Qwen2-VL, section 2.1); those of a text token are equal, which is plain rotation by its position.
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _MROPE = "mrope_section", "mrope_interleaved"
-# Where the language model's tensors begin: as transformers has saved them since 4.52, before, Idefics3's, and Qwen2-VL's.
+# How names of the language model's tensors begin: since transformers 4.52, before, Idefics3's, and Qwen2-VL's.
 _PREFIXES = "model.language_model.", "language_model.model.", "model.text_model.", "model."
 _HEADS = "lm_head.", "language_model.lm_head."
 _OF_THE_WHOLE = "dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id"
