@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,14 +37,12 @@ LAYOUTS = {
 }
 
 
-def make_multimodal(
-    wrapper: str, folder: Path, *, seed: int = 0, text: Mapping[str, Any] = MappingProxyType({}), **whole: Any
-) -> Any:
+def make_multimodal(wrapper: str, folder: Path, *, seed: int = 0, **whole: Any) -> Any:
     """Write a random float32 checkpoint of the multimodal type ``wrapper`` into ``folder``; returns transformers' model
     of it."""
     kind = CONFIG_MAPPING[wrapper]
     default = kind()
-    own = {**_BASE, **CONFIGS.get(_OF_TEXT.get(wrapper, ""), {}), **_TEXT.get(wrapper, {}), **text}
+    own = {**_BASE, **CONFIGS.get(_OF_TEXT.get(wrapper, ""), {}), **_TEXT.get(wrapper, {})}
     parts: dict[str, Any] = {"text_config": {**own, "model_type": WRAPPERS[wrapper]}}
     for name, part in vars(default).items():
         if name != "text_config" and hasattr(part, "to_dict"):
