@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -146,21 +147,29 @@ def test_the_rest_stays_on_disk(wrapper, module, tmp_path, monkeypatch):
     assert not [name for name in read if "visual" in name]
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq_act", "w4a16", "fp8_blocks"])
-def test_quantised_text(name, tmp_path):
-    """Names in ``ignore`` are the whole model's."""
+@pytest.mark.parametrize(
+    ("name", "wrapper", "family"),
+    [
+        ("awq", "qwen2_5_vl", "qwen2"),
+        ("gptq_act", "qwen2_5_vl", "qwen2"),
+        ("w4a16", "qwen2_5_vl", "qwen2"),
+        ("fp8_blocks", "qwen2_5_vl", "qwen2"),
+        ("w8a8", "gemma3", "gemma3_text"),
+    ],
+)
+def test_quantised_text(name, wrapper, family, tmp_path):
+    """Names in ``ignore`` are the whole model's. In our loop, and in transformers' modules."""
     config = deepcopy(FOLDERS[name])
-    text = make_checkpoint(
-        "qwen2", tmp_path / "made", hidden_size=64, intermediate_size=96, head_dim=16, use_sliding_window=False
-    )
+    own = {"use_sliding_window": False} if family == "qwen2" else {"final_logit_softcapping": None}
+    text = make_checkpoint(family, tmp_path / "made", hidden_size=64, intermediate_size=96, head_dim=16, **own)
     folder, theirs = quantise(text, tmp_path / "text", config)
     if "ignore" in config:
         stated = json.loads((folder / "config.json").read_text())["quantization_config"]
         stated["ignore"] = [one.replace("layers.0", r"model\.language_model\.layers.0") for one in stated["ignore"]]
         edit_config(folder, quantization_config=stated)
-    whole, ids = wrapped(folder, tmp_path / "whole", "qwen2_5_vl", "now"), random_ids(30, seed=4)
+    whole, ids = wrapped(folder, tmp_path / "whole", wrapper, "now"), random_ids(30, seed=4)
     ours = load_model(whole, dtype="float32")
-    assert ours.runner.llama.weights.format is not None
+    assert ours.identity.quantize is not None
     logits = run_packed(ours.runner, DenseStore(), {"a": ids})["a"]
     torch.testing.assert_close(logits, oracle_logits(theirs, ids), **CLOSE)
 
@@ -244,6 +253,12 @@ def test_tensors_of_the_language_model_that_are_missing_or_odd(folder, tmp_path)
         (other / "config.json").write_text((folder / "config.json").read_text())
         with pytest.raises(ModelError, match=words):
             load_model(other)
+
+
+def test_every_type_is_named():
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = text.partition("`RequestError` in Python):\n\n")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", listed) == sorted(WRAPPERS)
 
 
 def test_templates_of_processors(folder, tmp_path):

@@ -99,7 +99,11 @@ class AdaptedWeights(SafetensorsWeights):
         """See :class:`SafetensorsWeights`; a tensor that something is added to is in the type that runs."""
         held = super().stored(name)
         pair = self._adapter.pairs.get(name.removesuffix(".weight"))
-        return held if pair is None else pair.added(held, self._dtype)
+        if pair is None:
+            return held
+        made = pair.added(held, self._dtype)
+        self.read(held)
+        return made
 
 
 def open_adapter(folder: str | Path, checkpoint: Checkpoint, model: Any) -> Adapter:

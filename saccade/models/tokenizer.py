@@ -177,12 +177,12 @@ class Tokenizer:
     def _reads_parts(self) -> bool:
         """Whether the chat template drops contents that are text, and shows those that are a list of parts, as some of
         multimodal models do."""
-        text = "saccade"
+        text, hf = "saccade", self._require("chat needs one")
 
         def shows(content: Any) -> bool:
             said = [{"role": "user", "content": content}]
             try:
-                return text in render(lambda: self.hf.apply_chat_template(said, tokenize=False), self.hf.chat_template)
+                return text in render(lambda: hf.apply_chat_template(said, tokenize=False), hf.chat_template)
             except Exception:  # whoever renders the conversation itself says so
                 return False
 
