@@ -227,7 +227,7 @@ def test_info_says_what_a_multimodal_folder_is(folder, capsys):
 
 def test_what_is_not_checked_or_answers_otherwise_is_refused(folder, tmp_path):
     for changes, words in (
-        ({"model_type": "paligemma"}, r"multimodal.*held against transformers for .*gemma3"),
+        ({"model_type": "paligemma"}, r"paligemma.*multimodal.*not held against transformers here"),
         ({"architectures": ["LlavaForSequenceClassification"]}, "not a language model with a head"),
         ({"text_config": {"model_type": "persimmon"}}, "'persimmon' is not supported"),
         ({"text_config": {"model_type": "mamba"}}, "recurrent"),
