@@ -231,6 +231,9 @@ def test_what_is_not_checked_or_answers_otherwise_is_refused(folder, tmp_path):
         ({"architectures": ["LlavaForSequenceClassification"]}, "not a language model with a head"),
         ({"text_config": {"model_type": "persimmon"}}, "'persimmon' is not supported"),
         ({"text_config": {"model_type": "mamba"}}, "recurrent"),
+        ({"text_config": {"model_type": "granite"}}, "granite models scale their logits"),
+        ({"text_config": {"model_type": ["llama"], "hidden_size": []}}, "hidden_size must be"),
+        ({"text_config": 3, "hidden_size": "x"}, "hidden_size must be"),
     ):
         other = tmp_path / str(len(list(tmp_path.iterdir())))
         other.mkdir()

@@ -29,6 +29,7 @@ _RECURRENT = (
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
 _TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+_SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
 _COUNTS = (
     "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -101,11 +102,16 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
 def refuse_unsupported(config: Config, where: str) -> None:
     """Raise ModelError if ``config`` (as written in config.json) is of a family or has a feature we cannot run."""
     _refuse_other_wrapper(config, where)
-    inner = config.get("text_config")
-    if config["model_type"] not in WRAPPERS and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
+    inner, whole = config.get("text_config"), config["model_type"]
+    if whole not in WRAPPERS and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
         _refuse_features(inner, where)  # which says more than that it is nested
     config = text_of(config)
     _refuse_features(config, where)
+    if whole in WRAPPERS and config["model_type"] in _SCALED_LOGITS:
+        raise ModelError(
+            f"{where} ({whole}) is not supported: {config['model_type']} models scale their logits, which "
+            "transformers' multimodal classes leave out; give a text-only causal language model"
+        )
     _refuse_other_head(config, where)
     _refuse_odd_sizes(config, where)
 

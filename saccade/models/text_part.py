@@ -56,8 +56,9 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     # Qwen2-VL's first configs have the text model's fields among the others.
     text = dict(inner) if isinstance(inner, Mapping) else {k: v for k, v in config.items() if k != "vision_config"}
-    text["model_type"] = text["model_type"] if isinstance(inner, Mapping) and "model_type" in text else own
-    text["model_type"] = SAME_AS.get(text["model_type"], text["model_type"])
+    given = inner.get("model_type") if isinstance(inner, Mapping) else None
+    kind = given if isinstance(given, str) else own
+    text["model_type"] = SAME_AS.get(kind, kind)
     text.pop("architectures", None)
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     return {**text, **whole}
