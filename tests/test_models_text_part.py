@@ -229,6 +229,7 @@ def test_what_is_not_checked_or_answers_otherwise_is_refused(folder, tmp_path):
     for changes, words in (
         ({"model_type": "paligemma"}, r"paligemma.*multimodal.*not held against transformers here"),
         ({"architectures": ["LlavaForSequenceClassification"]}, "not a language model with a head"),
+        ({"architectures": True}, "True, not a language model with a head"),
         ({"text_config": {"model_type": "persimmon"}}, "'persimmon' is not supported"),
         ({"text_config": {"model_type": "mamba"}}, "recurrent"),
         ({"text_config": {"model_type": "granite"}}, "granite models scale their logits"),

@@ -132,7 +132,8 @@ def _article(feature: str) -> str:
 def _refuse_other_wrapper(config: Config, where: str) -> None:
     """Of a multimodal model that answers with anything but text."""
     given = config.get("architectures")
-    if config["model_type"] in WRAPPERS and given and not str(given[0]).endswith("ForConditionalGeneration"):
+    named = given if isinstance(given, list) else [given]
+    if config["model_type"] in WRAPPERS and given and not str(named[0]).endswith("ForConditionalGeneration"):
         raise ModelError(
             f"{where} holds {shown(given, 80)}, not a language model with a head; give a ...ForConditionalGeneration "
             "checkpoint"
