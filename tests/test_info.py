@@ -205,6 +205,7 @@ REASONS = {
     "heads of two sizes": lambda shown: len(shown.head_sizes()) > 1,
     "chunked attention": lambda shown: bool(getattr(shown.text, "attention_chunk_size", 0)),
     "ALiBi": lambda shown: "alibi" in shown.source(),
+    "layers that run in loops": lambda shown: getattr(shown.text, "n_recurrent_loops", 1) > 1,
     "layer_types other than": lambda shown: bool({*shown.text.layer_types} - {"full_attention", "sliding_attention"}),
     "an encoder;": lambda shown: shown.sees_ahead(),
     "not causal": lambda shown: bool(getattr(shown.text, "use_bidirectional_attention", 0)) or shown.text.prefix_lm,

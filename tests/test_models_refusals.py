@@ -67,6 +67,7 @@ FEATURES = [
     ({"attention_chunk_size": 8192}, "chunked attention"),
     ({"layer_types": ["chunked_attention"]}, "chunked attention"),
     ({"layer_types": ["some_new_attention"]}, "layer_types"),
+    ({"n_recurrent_loops": 2}, "run in loops"),
     ({"use_bidirectional_attention": True}, "not causal"),
     ({"is_causal": False}, "not causal"),
     ({"alibi": True}, "ALiBi"),

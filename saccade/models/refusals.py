@@ -87,6 +87,10 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         or "chunked_attention" in _odd_layer_types(c),
         "chunked attention",
     ),
+    (
+        lambda c: _type_in("dory")(c) or _positive(c.get("n_recurrent_loops")),
+        "layers that run in loops, with keys and values for each",
+    ),
     (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
     (
         lambda c: bool(c.get("use_bidirectional_attention")) or c.get("is_causal") is False or bool(c.get("prefix_lm")),
