@@ -67,7 +67,7 @@ class LLM:
         if reason is not None:
             raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
         self.model = load_model(
-            checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize
+            checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize, config.lora
         )
         ranks, link = config.tensor_parallel_size, None
         if ranks > 1:

@@ -34,6 +34,9 @@ def encode(tokenizer: Any, prompt: Prompt, first: bool = True) -> list[int]:
     text where a mapping has both. RequestError for what is no prompt."""
     given: Any = prompt
     if isinstance(given, Mapping):
+        if given.get("multi_modal_data"):
+            kinds = ", ".join(map(str, given["multi_modal_data"]))
+            raise RequestError(f"a prompt has multi_modal_data ({kinds}); models read text alone here: leave it out")
         unknown = sorted(str(key) for key in given if key not in _KEYS)
         if unknown or not any(given.get(key) is not None for key in _KEYS):
             raise RequestError(

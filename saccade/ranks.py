@@ -66,7 +66,9 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
-            whole = load_model(checkpoint_folder(config.model, config.revision), config.dtype, config.device)
+            whole = load_model(
+                checkpoint_folder(config.model, config.revision), config.dtype, config.device, lora=config.lora
+            )
         model = shard_model(whole, rank, ranks, lambda part: group[0].sum(part))
         spec = model.spec
         layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size)

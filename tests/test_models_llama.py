@@ -69,7 +69,7 @@ def same(ours, theirs):
 
 
 def test_which_families_have_the_shape():
-    assert SHAPED == ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+    assert SHAPED == ["llama", "mistral", "qwen2", "qwen3", "smollm3", "cwm"]
 
 
 def test_prefill_and_decode_of_one_and_five_rows(runner, monkeypatch):

@@ -48,7 +48,7 @@ FEATURES = [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ({"vision_config": {"hidden_size": 8}}, "multimodal"),
-    ({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "multimodal"),
+    ({"model_type": "paligemma", "text_config": {"hidden_size": 8}}, "multimodal"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
     ({"is_encoder_decoder": True}, "encoder-decoder"),
     ({"add_cross_attention": True}, "cross-attention"),
@@ -56,7 +56,8 @@ FEATURES = [
     ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
     ({"kv_lora_rank": 512}, "MLA"),
     ({"model_type": "gemma3n_text"}, "shared between layers"),
-    ({"model_type": "gemma4_text"}, "shared between layers"),
+    ({"model_type": "gemma4_text"}, "heads of two sizes"),
+    ({"model_type": "gemma4_text", "num_kv_shared_layers": 20}, "shared between layers"),
     ({"num_kv_shared_layers": 2}, "shared between layers"),
     ({"model_type": "mamba"}, "recurrent"),
     ({"model_type": "jamba"}, "recurrent"),
@@ -66,6 +67,7 @@ FEATURES = [
     ({"attention_chunk_size": 8192}, "chunked attention"),
     ({"layer_types": ["chunked_attention"]}, "chunked attention"),
     ({"layer_types": ["some_new_attention"]}, "layer_types"),
+    ({"n_recurrent_loops": 2}, "run in loops"),
     ({"use_bidirectional_attention": True}, "not causal"),
     ({"is_causal": False}, "not causal"),
     ({"alibi": True}, "ALiBi"),
@@ -300,7 +302,7 @@ def test_broken_index(folder, text):
 
 def test_adapter_folder(folder):
     (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "PEFT adapter", "merge")
+    refused(folder, "PEFT adapter", "--lora")
 
 
 def test_broken_tokenizer(folder):

@@ -140,7 +140,7 @@ def test_chat_template(by_bytes):
         ([{"content": "a"}], "message 0"),
         ([{"role": "user"}], "text content"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], "message 1"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "other than text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "of type 'image_url'"),
         ([{"role": "wizard", "content": "a"}], "unknown role"),
     ],
     ids=str,

@@ -127,6 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "arcee": {},
+    "cwm": {"head_dim": 16, "sliding_window": 7, "layer_types": _ALTERNATE},
     "ernie4_5": {"head_dim": 16},
     "exaone4": {"sliding_window": 7, "layer_types": _ALTERNATE},
     "glm": {"head_dim": 16},

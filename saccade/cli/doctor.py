@@ -88,10 +88,12 @@ def _models(device: torch.device) -> dict[str, str]:
     from saccade.models.gguf_names import FAMILIES as READ
     from saccade.models.packed_config import READERS
     from saccade.models.rounded_weights import slow_products
+    from saccade.models.text_part import WRAPPERS
     from saccade.ops.block_weights import FORMATS
 
     return {
         "families": ", ".join(FAMILIES),
+        "the text of": ", ".join(WRAPPERS),
         "GGUF files of": ", ".join(READ),
         "GGUF files in": ", ".join((*FORMATS, *PLAIN)),
         "folders in": "plain numbers, " + ", ".join(READERS),

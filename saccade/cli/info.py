@@ -1,4 +1,4 @@
-"""``saccade info``: what a model is, what it takes, and what of it fits into this machine's memory."""
+"""``saccade info``: what a model is, what it takes, and what sparse attention could gain, from its config alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import typer
 from saccade.machine import available_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from saccade.models.facts import ModelFacts
+    from saccade.models.facts import ModelFacts, RefusedModel
 
 ENGINE_BYTES = 300 << 20  # what runs beside weights, keys and values
+LENGTHS = tuple(1 << power for power in range(12, 21))
+READ = 0.05  # of keys and values: what the limit is stated for
 
 
 def info(
@@ -21,30 +23,50 @@ def info(
     quantize: Annotated[str | None, typer.Option("--quantize", help="int4 or int8: as its weights are then.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a model's family, size, formats, context and tokenizer, and how many tokens fit here beside its weights.
+    """Show whether a model runs, its size, memory by context, and what sparse attention could gain; no weights needed.
 
-    saccade info model-Q4_K_M.gguf; saccade info qwen2.5-coder --quantize int4
+    saccade info model-Q4_K_M.gguf; saccade info qwen2.5-coder --quantize int4; saccade info Qwen/Qwen3-8B
     """
-    from saccade.models.facts import facts_of
+    from saccade.models.facts import RefusedModel, described
     from saccade.models.folders import checkpoint_folder
 
-    facts = facts_of(checkpoint_folder(model), quantize)
+    facts = described(checkpoint_folder(model, config_alone=True), quantize)
+    if isinstance(facts, RefusedModel):
+        _print_refused(facts, as_json)
+        return
     free = available_bytes()
     fits = facts.tokens_in(free - ENGINE_BYTES)
     if as_json:
         data = {**asdict(facts), "path": str(facts.path), "memory_available": free, "tokens_that_fit": fits}
-        print(json.dumps(data, indent=2))
+        data |= {"supported": True, "weights_read_each_step": facts.step_bytes, "half_of_a_step_at": facts.half_at}
+        print(json.dumps({**data, "contexts": contexts(facts)}, indent=2))
         return
     for name, value in rows(facts, free, fits).items():
+        print(f"{name:<16} {value}")
+    print()
+    for line in table(facts):
+        print(line)
+
+
+def _print_refused(facts: RefusedModel, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**asdict(facts), "path": str(facts.path), "supported": False}, indent=2))
+        return
+    told = {"file": facts.path, "family": facts.family, "runs here": f"no: {facts.reason}"}
+    if facts.parameters is not None:
+        told["parameters"] = f"{facts.parameters / 1e6:,.1f} million"
+    for name, value in told.items():
         print(f"{name:<16} {value}")
 
 
 def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
     """What is printed, by lines."""
     family = facts.family if facts.architecture in (None, facts.family) else f"{facts.family} ({facts.architecture})"
+    family += f", the text of {facts.multimodal}" if facts.multimodal else ""
     stored = facts.weight_bytes
     formats = ", ".join(f"{name} {show_bytes(count)}" for name, count in facts.formats.items())
-    windows = f", {facts.windows} of them over a window" if facts.windows else ""
+    sizes = sorted({window for window in facts.layer_windows if window is not None})
+    windows = f", {facts.windows} of them over a window of {' and '.join(f'{one:,}' for one in sizes)}" if sizes else ""
     room = f"{show_bytes(free)} free here: "
     if fits == facts.context:
         room += f"its whole context fits beside the weights ({show_bytes(fits * facts.token_bytes)} of keys and values)"
@@ -54,15 +76,54 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         room += f"the weights and a token need {show_bytes(stored + ENGINE_BYTES + facts.token_bytes)}"
     return {
         "file": facts.path,
-        "family": f"{family}, layers run {'in one loop' if facts.own_loop else 'by transformers'}",
+        "family": family,
+        "runs here": f"yes, layers {'in one loop' if facts.own_loop else 'by transformers'}",
         "parameters": f"{facts.parameters / 1e6:,.1f} million",
         "layers": f"{facts.layers}{windows}",
         "heads": f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
         "context": f"{facts.context:,} tokens",
-        "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}",
+        "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
+        + ("" if facts.weights_here else " (no weights here: what config.json lets expect)"),
         "activations": facts.dtype,
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
         "keys and values": f"{show_bytes(facts.token_bytes)} a token",
         "memory": room,
     }
+
+
+def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
+    """Memory for keys and values at lengths of context, what a decode step of one sequence reads of them by the layers'
+    windows, its share of all that is read, and how many times fewer bytes are read where layers without a window read
+    ``READ`` of theirs."""
+    return [
+        {
+            "tokens": tokens,
+            "memory": tokens * facts.token_bytes,
+            "kv_bytes": facts.kv_bytes(tokens),
+            "share_of_step": facts.kv_bytes(tokens) / (facts.kv_bytes(tokens) + facts.step_bytes),
+            "limit": facts.gain(tokens, READ),
+        }
+        for tokens in LENGTHS
+    ]
+
+
+def table(facts: ModelFacts) -> list[str]:
+    """:func:`contexts` for people, and what it is reckoned by."""
+    lines = [f"{'context':>11} {'held':>10} {'read a step':>12} {'of a step':>10} {f'limit at {READ:.0%}':>12}"]
+    for one in contexts(facts):
+        beyond = "  beyond its context" if one["tokens"] > facts.context else ""
+        lines.append(
+            f"{one['tokens']:>11,} {show_bytes(one['memory']):>10} {show_bytes(one['kv_bytes']):>12} "
+            f"{one['share_of_step']:>10.1%} {one['limit']:>11.2f}x{beyond}"
+        )
+    half = facts.half_at
+    when = "attention is never half of it" if half is None else f"attention is half of it at {half:,} tokens"
+    return [
+        *lines,
+        "",
+        f"A decode step of one sequence reads {show_bytes(facts.step_bytes)} of weights, and its keys and values:",
+        f"{when} (with n sequences at once, at an n-th of that each).",
+        "The limit is of bytes alone: how many times fewer are read where layers without a window read",
+        f"{READ:.0%} of their keys and values, and choosing costs nothing.",
+    ]

@@ -30,6 +30,7 @@ DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 QUANTIZE = typer.Option(
     "--quantize", help="int4 or int8: weights rounded to integers as they load; fp8: 8-bit floats, on a GPU."
 )
+LORA = typer.Option("--lora", help="Folder of a LoRA adapter (peft's), added to the weights as they load.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB; profile has it measured.")
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
@@ -59,6 +60,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "model": (Annotated[str, MODEL], "retriever"),
     "dtype": (Annotated[str, DTYPE], "auto"),
     "quantize": (Annotated[str | None, QUANTIZE], None),
+    "lora": (Annotated[str | None, LORA], None),
     "max_model_len": (Annotated[int | None, MAX_LENGTH], None),
     "kv_memory": (Annotated[str | None, MEMORY], None),
     "kv_host": (Annotated[str | None, HOST], None),

@@ -41,7 +41,8 @@ class EngineConfig:
     ``bfloat16`` or ``float16``. ``quantize``, for weights of 16 or 32 bits (docs/models.md): ``int4`` or ``int8``:
     all matrices rounded to integers by groups of channels as they are loaded, embedding and head to 8 bits; ``fp8``:
     weights of the layers held, and their products run, in 8-bit floats on a GPU that has such products;
-    ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``max_model_len``: most tokens of one
+    ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``lora``: a folder of a LoRA adapter that is
+    added to the weights as they load (docs/models.md). ``max_model_len``: most tokens of one
     sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
@@ -88,6 +89,7 @@ class EngineConfig:
     policy: PolicyLike = "dense"
     dtype: str | torch.dtype = "auto"
     quantize: str | None = None
+    lora: str | Path | None = None
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
     kv_host: int | float | str | None = None
@@ -143,6 +145,8 @@ class EngineConfig:
             raise SaccadeError(
                 f"quantize={shown(self.quantize)} is unknown; known: {', '.join(QUANTIZATIONS)}, or None for none"
             )
+        if self.lora is not None and not (isinstance(self.lora, (str, Path)) and str(self.lora)):
+            raise SaccadeError(f"lora={shown(self.lora)} must be a folder that holds an adapter, or None for none")
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:

@@ -104,6 +104,7 @@ def described_model(llm: LLM, model: EngineConfig) -> dict[str, Any]:
         "tokenizer_hash": tokenizer_hash(llm.get_tokenizer()),
         "dtype": str(spec.dtype).removeprefix("torch."),
         **({} if model.quantize is None else {"quantize": model.quantize}),
+        **({} if model.lora is None else {"lora": str(model.lora)}),
         "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
         "max_model_len": llm.max_model_len,
         "shape": {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim},

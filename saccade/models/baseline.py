@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from saccade.errors import ModelError
@@ -18,6 +25,7 @@ from saccade.models.checkpoint import open_checkpoint
 from saccade.models.quiet import quiet_transformers
 from saccade.models.reference import codes
 from saccade.models.reference.tokenizer import build_tokenizer
+from saccade.models.text_part import WRAPPERS
 
 RANDOM_LLAMA = {  # 129 million parameters, the head shared with the embedding
     "vocab_size": 32000,
@@ -85,7 +93,8 @@ class TransformersModel:
             )
         folder = checkpoint.path
         with quiet_transformers():
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+            kind = AutoModelForMultimodalLM if checkpoint.whole["model_type"] in WRAPPERS else AutoModelForCausalLM
+            self.model = kind.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         self.model.to(device)
 
     @property

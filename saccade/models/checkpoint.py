@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from saccade.errors import ModelError, shown, whole_number
 from saccade.models.packed_config import READ, scheme_of
 from saccade.models.packed_format import Stored
 from saccade.models.packed_header import PackedHeader, packed_header
+from saccade.models.text_part import text_names, text_of
 
 if TYPE_CHECKING:
     from saccade.models.gguf_header import GgufHeader
@@ -39,9 +40,11 @@ _FLOAT_STORAGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in,
-    ``shapes`` those of all weights by name. ``gguf``: what the GGUF file that holds the weights in place of
-    safetensors files says of itself. ``packed``: how those of a quantization_config are stored."""
+    """A checked folder: ``config`` is config.json as written, of a multimodal checkpoint that of its language model
+    (``models.text_part``), ``stored_dtype`` what most parameters are stored in, ``shapes`` those of all weights by
+    name, ``names`` what files call the tensors, ``whole`` config.json as it is. ``gguf``: what the GGUF file that
+    holds the weights in place of safetensors files says of itself. ``packed``: how those of a quantization_config are
+    stored."""
 
     path: Path
     config: dict[str, Any]
@@ -49,12 +52,15 @@ class Checkpoint:
     shapes: dict[str, torch.Size]
     gguf: GgufHeader | None = None
     packed: PackedHeader | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Check the folder's files and read its config; raises ModelError for anything missing or broken."""
     folder = check_folder(path)
-    config = read_config(folder)
+    whole = read_config(folder)
+    config = text_of(whole)
     check_generation_config(folder)
     if (folder / GGUF_LINK).is_symlink() and not (folder / SINGLE_FILE).exists():
         from saccade.models.gguf_parts import read_header
@@ -66,20 +72,30 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{file}, whose config and tokenizer {folder} holds, has gone; give the GGUF file where it is now"
             )
         header = read_header(file)
-        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header)
+        return Checkpoint(folder, config, torch.bfloat16, stored_shapes(header), header, whole=whole)
     scheme = scheme_of(config, f"{folder} ({config['model_type']})")
-    stored = read_headers(weight_files(folder))
+    headers = read_headers(weight_files(folder))
+    names = text_names(whole, headers)
+    stored = {own: headers[name] for own, name in names.items()}
     if scheme is not None:
-        packed = packed_header(scheme, stored, str(folder))
+        packed = packed_header(scheme, stored, str(folder), names)
         plain = {name: one for name, one in stored.items() if name in packed.shapes and one.kind in _FLOAT_STORAGE}
-        return Checkpoint(folder, config, _most(plain), packed.shapes, packed=packed)
+        return Checkpoint(folder, config, _most(plain), packed.shapes, None, packed, names, whole)
     for name, one in stored.items():
         if one.kind not in _FLOAT_STORAGE:
             raise ModelError(
                 f"{folder}: {name} is stored as {one.kind}, but config.json has no quantization_config that says what "
                 f"that means; give a checkpoint with its own config.json, in {READ} or of plain numbers"
             )
-    return Checkpoint(folder, config, _most(stored), {name: torch.Size(one.shape) for name, one in stored.items()})
+    shapes = {name: torch.Size(one.shape) for name, one in stored.items()}
+    return Checkpoint(folder, config, _most(stored), shapes, names=names, whole=whole)
+
+
+def open_config(path: str | Path) -> Checkpoint:
+    """What config.json alone says of a checkpoint whose weights may not be there; raises as :func:`open_checkpoint`."""
+    folder = check_folder(path)
+    whole = read_config(folder)
+    return Checkpoint(folder, text_of(whole), torch.bfloat16, {}, whole=whole)
 
 
 def check_folder(path: str | Path) -> Path:
@@ -99,7 +115,7 @@ def check_folder(path: str | Path) -> Path:
             f"{folder} is a file; give the folder that holds config.json and the safetensors files, or a GGUF file"
         )
     if (folder / "adapter_config.json").exists():
-        raise ModelError(f"{folder} holds a PEFT adapter, which is not supported; merge it into its base model first")
+        raise ModelError(f"{folder} holds a PEFT adapter; give its base model here, and the adapter as --lora or lora=")
     return folder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,24 @@ from saccade.ops.matrices import DenseMatrix, Matrix
 
 
 class SafetensorsWeights:
-    """The tensors of ``files`` on ``device`` in ``dtype``: a ``llama_weights.WeightSource``. ``digests``, if given,
-    takes every tensor's (``identity.tensor_digest``) before it leaves the host."""
+    """The tensors of ``files``, called by ``names`` there, on ``device`` in ``dtype``: a
+    ``llama_weights.WeightSource``. ``digests``, if given, takes every tensor's (``identity.tensor_digest``) before it
+    leaves the host."""
 
     def __init__(
-        self, files: list[Path], device: torch.device, dtype: torch.dtype, digests: dict[str, str] | None = None
+        self,
+        files: list[Path],
+        names: Mapping[str, str],
+        device: torch.device,
+        dtype: torch.dtype,
+        digests: dict[str, str] | None = None,
     ) -> None:
-        self._files: dict[str, Any] = {}
+        opened: dict[str, Any] = {}
         for file in files:
             tensors = safe_open(file, framework="pt")
-            self._files.update(dict.fromkeys(tensors.keys(), tensors))
+            opened.update(dict.fromkeys(tensors.keys(), tensors))
+        self._names = names
+        self._files = {own: opened[name] for own, name in names.items()}
         self._device, self._dtype, self._digests = device, dtype, digests
         self._arena = Arena()
 
@@ -56,7 +64,7 @@ class SafetensorsWeights:
 
     def stored(self, name: str) -> Tensor:
         """The tensor in the type that it is stored in, part of the mapped file."""
-        return self._files[name].get_tensor(name)
+        return self._files[name].get_tensor(self._names[name])
 
     def digest_of(self, names: Iterable[str]) -> str:
         """Of the contents of all weights ``names`` in the dtype that they run in; reads the files. A head that is not

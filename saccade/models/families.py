@@ -108,6 +108,7 @@ _CHECKED = (
     Family("ministral", "MinistralForCausalLM", windows="layer_types"),
     Family("ministral3", "Ministral3ForCausalLM", windows="every_layer"),
     Family("arcee", "ArceeForCausalLM"),
+    Family("cwm", "CwmForCausalLM", windows="layer_types", llama_shape=LlamaShape()),
     Family("ernie4_5", "Ernie4_5ForCausalLM"),
     Family("exaone4", "Exaone4ForCausalLM", windows="layer_types", some_layers_unrotated=True),
     Family("glm", "GlmForCausalLM"),

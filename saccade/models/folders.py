@@ -7,9 +7,10 @@ from pathlib import Path
 from saccade.errors import ModelError, shown
 
 
-def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
+def checkpoint_folder(model: str | Path, revision: str | None = None, config_alone: bool = False) -> Path:
     """The folder of a model given by name (one that is built in, one that ``saccade fetch`` brought, or of a hub), by a
-    GGUF file, or by path. A folder here goes before a fetched model and a hub's of the same name."""
+    GGUF file, or by path. A folder here goes before a fetched model and a hub's of the same name. ``config_alone``:
+    nothing else of a hub's model is fetched."""
     from saccade.models import catalogue, gguf_header, hub, reference
 
     if isinstance(model, (str, Path)) and str(model) in reference.NAMES:
@@ -21,7 +22,7 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
         )
     gguf = gguf_header.is_gguf(Path(model))
     if hub.is_name(model) and not gguf:
-        return hub.fetch(str(model), revision)
+        return (hub.fetch_config if config_alone else hub.fetch)(str(model), revision)
     if revision is not None:
         raise ModelError(f"revision={shown(revision)} is for models of a hub, but {str(model)!r} is not one")
     if gguf:

@@ -17,9 +17,14 @@ from saccade.models.checkpoint import Checkpoint, first_line
 _HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$")
 
 
+MOST_LAYERS = 1024  # of a config without weights: no model has as many
+
+
 def refuse_more_layers(checkpoint: Checkpoint, layers: Any) -> None:
     """ModelError where ``layers``, as config.json has it, are more than there are tensors: every layer has some."""
-    if isinstance(layers, int) and layers > len(checkpoint.shapes):
+    if not checkpoint.shapes and isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ModelError(f"{checkpoint.path}: num_hidden_layers={shown(layers)} is more than any model has")
+    if checkpoint.shapes and isinstance(layers, int) and layers > len(checkpoint.shapes):
         raise ModelError(
             f"{checkpoint.path}: config.json asks for num_hidden_layers={shown(layers)}, but the checkpoint holds "
             f"{len(checkpoint.shapes)} tensors; give the config.json that belongs to these weights"
@@ -28,7 +33,8 @@ def refuse_more_layers(checkpoint: Checkpoint, layers: Any) -> None:
 
 def described_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
     """The model of ``config``, whose modules hold no memory (torch's "meta" device). ModelError where a stored tensor
-    has another shape than there, or where that model has more than twice as many weights as are stored. Tensors that
+    has another shape than there, or where that model has more than twice as many weights as are stored; of a config
+    alone (``checkpoint.open_config``) nothing is stored. Tensors that
     transformers puts together (experts) count only in sum."""
     attention.register()
     refuse_more_layers(checkpoint, config.num_hidden_layers)
@@ -40,7 +46,7 @@ def described_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> 
         raise ModelError(f"{checkpoint.path}: no model can be made of config.json: {first_line(error)}") from error
     refuse_other_shapes(checkpoint, demanded)
     wanted, stored = (sum(shape.numel() for shape in some.values()) for some in (demanded, checkpoint.shapes))
-    if wanted > 2 * stored:
+    if checkpoint.shapes and wanted > 2 * stored:
         raise ModelError(
             f"{checkpoint.path}: config.json describes a model of {wanted} weights, but the checkpoint holds {stored}; "
             "give the config.json that belongs to these weights, or download the checkpoint again"

@@ -14,14 +14,18 @@ from saccade.models.headers import refuse_more_layers
 from saccade.models.packed_config import KEYS
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
+from saccade.models.text_part import text_config
 
 
 def checked_config(checkpoint: Checkpoint) -> Any:
-    """transformers' config of a checkpoint. ModelError for one that is none, or of what cannot be run."""
-    refuse_unsupported(checkpoint.config, str(checkpoint.path))
+    """transformers' config of a checkpoint, of a multimodal one that of its language model. ModelError for one
+    that is none, or of what cannot be run."""
+    refuse_unsupported(checkpoint.whole, str(checkpoint.path))
     refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        config = text_config(
+            AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        )
     except Exception as error:  # the config classes raise many kinds
         raise ModelError(
             f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "

@@ -33,17 +33,27 @@ def is_name(model: str | Path) -> bool:
 def fetch(model: str, revision: str | None = None) -> Path:
     """The folder in the cache that holds the checkpoint; what is missing is fetched, with a progress bar at a terminal.
     ``revision``: a branch, tag or commit, if the name has none. ModelError, in one line with the way out."""
-    name, _, named = model.partition("@")
-    if named and revision not in (None, named):
-        raise ModelError(f"model {model!r} names a revision and revision={revision!r} another; give one of them")
-    chosen = named or revision
-    folder = _snapshot(name, chosen, _CONFIGS, quiet=True)
+    name, chosen = _parts(model, revision)
+    folder = fetch_config(model, revision)
     config = read_config(folder)
     refuse_unsupported(config, model)
     folder = _snapshot(name, chosen, _FILES, quiet=not sys.stderr.isatty())
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name} holds no safetensors, the only weights that are loaded; choose a model that has them")
     return folder
+
+
+def fetch_config(model: str, revision: str | None = None) -> Path:
+    """The folder in the cache that holds the checkpoint's config.json, which is fetched if it is missing. Weights may
+    be there or not. ModelError as of :func:`fetch`."""
+    return _snapshot(*_parts(model, revision), _CONFIGS, quiet=True)
+
+
+def _parts(model: str, revision: str | None) -> tuple[str, str | None]:
+    name, _, named = model.partition("@")
+    if named and revision not in (None, named):
+        raise ModelError(f"model {model!r} names a revision and revision={revision!r} another; give one of them")
+    return name, named or revision
 
 
 class _NoBar(tqdm):
@@ -85,7 +95,7 @@ def _snapshot(name: str, revision: str | None, patterns: list[str], quiet: bool)
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
         raise ModelError(
             f"model {where!r} is no folder here and not in the cache, and {offline}; fetch it where there is a "
-            "network, or give a checkpoint's folder"
+            "network, or give a checkpoint's folder (saccade info needs no more of it than its config.json)"
         ) from error
     except HFValidationError as error:
         raise ModelError(f"model {name!r} is no name of a hub's model: {first_line(error)}") from error

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -39,24 +39,29 @@ class ModelIdentity:
     """``family``: its model_type. ``dtype``: of activations. ``quantize``: the format of matrices that are
     no plain numbers.
     ``weights``: a digest of all of them in that dtype, before they are quantized. ``config``: fields that change a
-    result. As :attr:`data` it can be stored as JSON."""
+    result. ``lora``: the adapter in the weights, for people: weights merged before are the same model. As
+    :attr:`data` it can be stored as JSON."""
 
     family: str
     dtype: str
     quantize: str | None
     weights: str
     config: dict[str, Any]
+    lora: str | None = field(default=None, compare=False)
 
     @cached_property
     def data(self) -> dict[str, Any]:
         """Plain data, equal for equal models."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.lora is None:
+            del own["lora"]
         return {"version": VERSION, **own}
 
     @cached_property
     def digest(self) -> str:
         """32 hexadecimal digits for all of it."""
-        return xxhash.xxh3_128(json.dumps(self.data, sort_keys=True).encode()).hexdigest()
+        told = {name: value for name, value in self.data.items() if name != "lora"}
+        return xxhash.xxh3_128(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """What the model of ``stored``, another one's :attr:`data`, has otherwise: ``name=its, not ours`` each. Weights
@@ -66,11 +71,18 @@ class ModelIdentity:
         told = [
             f"{name}={shown(theirs.get(name), 80)}, not {shown(ours.get(name), 80)}"
             for name in names
-            if name != "weights"
+            if name not in ("weights", "lora")
         ]
         if "weights" in names and not {"dtype", "quantize"} & set(names):
-            told.append("other weights")
+            told.append(f"other weights{self._adapters(theirs.get('lora'))}")
         return told
+
+    def _adapters(self, other: Any) -> str:
+        """Which adapters are in other and in these weights."""
+        if other == self.lora:
+            return ""
+        named = [f"the adapter {shown(one, 80)}" if one is not None else "no adapter" for one in (other, self.lora)]
+        return f" ({named[0]}, not {named[1].removeprefix('the adapter ')})"
 
 
 class FoundOnce:
@@ -87,9 +99,11 @@ class FoundOnce:
             return self._found
 
 
-def identity_of(config: Any, spec: ModelSpec, weights: str, quantize: str | None) -> ModelIdentity:
+def identity_of(
+    config: Any, spec: ModelSpec, weights: str, quantize: str | None, lora: str | None = None
+) -> ModelIdentity:
     """The identity of a loaded model whose weights have the digest ``weights`` and, where not all of them are plain
-    numbers, the format ``quantize``."""
+    numbers, the format ``quantize``, with the adapter ``lora`` in them."""
     return ModelIdentity(
         family=spec.family,
         dtype=str(spec.dtype).removeprefix("torch."),
@@ -102,6 +116,7 @@ def identity_of(config: Any, spec: ModelSpec, weights: str, quantize: str | None
             "head_dim": spec.head_dim,
             **({"windows": list(spec.windows)} if any(spec.windows) else {}),
         },
+        lora=lora,
     )
 
 

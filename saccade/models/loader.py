@@ -35,6 +35,7 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_loading import check_plain, fp8_matrices, load_llama
 from saccade.models.llama_weights import has_shape
+from saccade.models.lora import AdaptedWeights, Adapter, open_adapter
 from saccade.models.matrix_modules import MatrixProduct, QuantisedSource
 from saccade.models.packed_weights import PackedWeights, product_notes
 from saccade.models.probe import probe_layers
@@ -42,6 +43,7 @@ from saccade.models.quiet import quiet_transformers
 from saccade.models.rounded_weights import RoundedWeights, rounding_notes
 from saccade.models.runner import HFRunner
 from saccade.models.target import checked_device, run_dtype
+from saccade.models.text_part import renaming
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.ops import fp8
 from saccade.ops.group_rounding import BITS
@@ -93,13 +95,15 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
     quantize: str | None = None,
+    lora: str | Path | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
     a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
-    matrices are rounded to 4 or 8 bits as they are loaded. Raises ModelError, always one line, for a folder that is
-    missing or broken, and for a family or feature that cannot be run correctly.
+    matrices are rounded to 4 or 8 bits as they are loaded. ``lora``: a folder of an adapter that is added to them
+    before (``models.lora``). Raises ModelError, always one line, for a folder that is missing or broken, and for a
+    family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     target = checked_device(device)
@@ -115,16 +119,21 @@ def load_model(
         described = described_model(checkpoint, config, chosen)
         # Weights that leave the host, or their type, are digested while they are there; others when asked for.
         source = _quantised_source(checkpoint, config, target, chosen)
+        adapter = None if lora is None else open_adapter(lora, checkpoint, described)
         integers = quantize if quantize in BITS else None
         model, llama, kept = described, None, list[str]()
         digest: str | Callable[[], str] | None = None if source is None else source.digest
         leave = source is None and (target.type != "cpu" or quantize is not None)
         if has_shape(family, config):
-            llama, digest, kept = _load_llama(checkpoint, model, source, target, chosen, convert, integers, leave)
+            llama, digest, kept = _load_llama(
+                checkpoint, model, source, target, chosen, convert, integers, leave, adapter
+            )
         elif source is not None:
             _fill_modules(checkpoint, model, source, target, chosen)
         else:
             model = _load_modules(checkpoint, config, chosen)
+            if adapter is not None:
+                adapter.add_to(model)
             digest = digest_weights(model.state_dict()) if leave else None
             if integers is not None:
                 rounded = RoundedWeights(matrix_modules.ModuleTensors(model), integers, target, chosen)
@@ -145,6 +154,7 @@ def load_model(
     def found_digest() -> str:
         return digest_weights(runner.weights) if digest is None else digest() if callable(digest) else digest
 
+    added = None if adapter is None else adapter.name
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
         path=checkpoint.path,
@@ -156,7 +166,7 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored)),
+        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored, added)),
     )
 
 
@@ -180,12 +190,14 @@ def _load_llama(
     convert: Callable[[Matrix], Matrix] | None,
     integers: str | None,
     leave: bool,
+    adapter: Adapter | None,
 ) -> tuple[LlamaDecoder, str | Callable[[], str] | None, list[str]]:
     """The decoder, the digest of its weights or who finds it, and the matrices that stay plain numbers."""
     if source is not None:
         return load_llama(checkpoint, model, device, convert, source), source.digest, []
     digests: dict[str, str] | None = {} if leave and integers is None else None
-    files = SafetensorsWeights(weight_files(checkpoint.path), device, dtype, digests)
+    where = weight_files(checkpoint.path), checkpoint.names, device, dtype, digests
+    files = SafetensorsWeights(*where) if adapter is None else AdaptedWeights(adapter, *where)
     if integers is not None:
         rounded = RoundedWeights(files, integers, device, dtype)
         names = list(model.state_dict())
@@ -229,6 +241,7 @@ def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # so that they are reported by name, and refused
             output_loading_info=True,
+            key_mapping=renaming(checkpoint.whole, checkpoint.names.values()),
         )
     except Exception as error:  # transformers and safetensors raise many kinds
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
@@ -236,7 +249,7 @@ def _load_modules(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
     mismatched = [str(key[0]) if isinstance(key, tuple) else str(key) for key in info["mismatched_keys"]]
     if mismatched:
         raise ModelError(f"{checkpoint.path}: {sorted(mismatched)[0]} has a shape that config.json does not describe")
-    refuse_absent(checkpoint, info["missing_keys"], info["unexpected_keys"])
+    refuse_absent(checkpoint, info["missing_keys"], checkpoint.shapes.keys() & info["unexpected_keys"])
     if info["error_msgs"]:
         raise ModelError(f"{checkpoint.path} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
     return model

@@ -31,8 +31,8 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
 class PackedHeader:
     """``formats``: of the modules that are stored quantised, by their names. ``parts``: their tensors, by suffixes.
     ``shapes``: of all weights, theirs as ``.weight``. ``nbytes``: of weights, by how they are stored.
-    ``experts``: the modules that make up the matrices of all experts together, by their name. ``stored_names``: of
-    tensors that are called otherwise than their modules."""
+    ``experts``: the modules that make up the matrices of all experts together, by their name. ``stored_names``:
+    what files call the tensors, by ours."""
 
     formats: dict[str, PackedFormat]
     parts: dict[str, tuple[str, ...]]
@@ -47,15 +47,17 @@ class PackedHeader:
         return ", ".join(sorted({one.name for one in self.formats.values()}))
 
 
-def packed_header(scheme: Scheme, stored: Mapping[str, Stored], where: str) -> PackedHeader:
-    """Of the tensors ``stored`` in files. ModelError for parts that are missing, left over, or of other shapes than
-    the config says, and where it says of no tensor how it is stored."""
+def packed_header(
+    scheme: Scheme, stored: Mapping[str, Stored], where: str, names: Mapping[str, str] = {}
+) -> PackedHeader:
+    """Of the tensors ``stored`` in files, which call some otherwise (``names``). ModelError for parts that are
+    missing, left over, or of other shapes than the config says, and where it says of no tensor how it is stored."""
     tensors: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
     called: dict[str, str] = {}  # modules as the config calls them
     for name, one in stored.items():
         module, _, part = renamed(name).rpartition(".")
         tensors[module][part] = one
-        called[module] = name.rpartition(".")[0]
+        called[module] = names.get(name, name).rpartition(".")[0]
     formats: dict[str, PackedFormat] = {}
     parts: dict[str, tuple[str, ...]] = {}
     shapes: dict[str, torch.Size] = {}
@@ -86,8 +88,8 @@ def packed_header(scheme: Scheme, stored: Mapping[str, Stored], where: str) -> P
             "its quantization_config, or give the files that belong to it"
         )
     experts = _together(shapes, where)
-    names = {renamed(name): name for name in stored if renamed(name) != name}
-    return PackedHeader(formats, parts, shapes, dict(nbytes.most_common()), experts, names)
+    ours = {renamed(name): names.get(name, name) for name in stored}
+    return PackedHeader(formats, parts, shapes, dict(nbytes.most_common()), experts, ours)
 
 
 def renamed(name: str) -> str:

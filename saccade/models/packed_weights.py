@@ -13,7 +13,7 @@ from saccade.machine import forget_file_pages
 from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.identity import joined_digest, tensor_digest
 from saccade.models.llama_weights import Use
-from saccade.models.packed_header import PackedHeader, renamed
+from saccade.models.packed_header import PackedHeader
 from saccade.ops.block_weights import BlockMatrix
 from saccade.ops.dequantised import DequantisedMatrix
 from saccade.ops.fp8_weights import ScaledFp8Matrix
@@ -45,9 +45,8 @@ class PackedWeights(SafetensorsWeights):
     """As :class:`SafetensorsWeights`, with the matrices of ``header`` in their formats."""
 
     def __init__(self, files: list[Path], header: PackedHeader, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(files, device, dtype)
+        super().__init__(files, header.stored_names, device, dtype)
         self._header, self._folder = header, files[0].parent
-        self._files = {renamed(name): file for name, file in self._files.items()}
 
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``. ModelError for a matrix whose numbers cannot be."""
@@ -89,10 +88,6 @@ class PackedWeights(SafetensorsWeights):
 
     def let_go(self) -> None:
         """See ``matrix_modules.QuantisedSource``: pages go as matrices are made."""
-
-    def stored(self, name: str) -> Tensor:
-        """See ``dense_weights.SafetensorsWeights``."""
-        return self._files[name].get_tensor(self._header.stored_names.get(name, name))
 
     def _bias(self, name: str, wanted: bool) -> Tensor | None:
         """AutoGPTQ stored zeros where a model has none."""

@@ -10,19 +10,26 @@ from typing import Any
 
 from saccade.errors import ModelError, shown
 from saccade.models.families import FAMILIES
+from saccade.models.text_part import WRAPPERS, text_of
 
 Config = dict[str, Any]
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "global"}
 _ENCODER_DECODER = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "led", "marian", "m2m_100", "whisper", "t5gemma")
-_ENCODERS = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert", "albert", "xlm-roberta", "camembert")
+_ENCODERS = (
+    "bert", "roberta", "distilbert", "electra", "deberta", "modernbert", "albert", "xlm-roberta", "camembert", "xlm",
+    "bert-generation", "big_bird", "data2vec-text", "ernie", "megatron-bert", "rembert", "roberta-prelayernorm",
+    "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 _RECURRENT = (
     "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
     "nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax", "lfm2", "lfm2_moe", "xlstm",
     "kimi_linear", "olmo_hybrid", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
-_SHARED_KV = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified")
+_SHARED_KV = ("gemma3n", "gemma3n_text")
+_TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+_SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
 _COUNTS = (
     "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -52,7 +59,8 @@ def _says_recurrent(config: Config) -> bool:
 _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
-        "a multimodal or nested config (vision, audio or text_config); give a text-only causal language model",
+        "a multimodal or nested config (vision, audio or text_config) of a type whose text is not held against "
+        "transformers here (docs/models.md lists those that are); give a text-only causal language model",
     ),
     (
         lambda c: bool(c.get("is_encoder_decoder")) or _type_in(*_ENCODER_DECODER)(c) or bool(c.get("is_cross_attn")),
@@ -68,6 +76,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
         "keys and values shared between layers",
     ),
+    (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
     (
         _says_recurrent,
         "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values",
@@ -77,6 +86,10 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         or _positive(c.get("attention_chunk_size"))
         or "chunked_attention" in _odd_layer_types(c),
         "chunked attention",
+    ),
+    (
+        lambda c: _type_in("dory")(c) or _positive(c.get("n_recurrent_loops")),
+        "layers that run in loops, with keys and values for each",
     ),
     (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
     (
@@ -92,18 +105,43 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
 
 def refuse_unsupported(config: Config, where: str) -> None:
     """Raise ModelError if ``config`` (as written in config.json) is of a family or has a feature we cannot run."""
+    _refuse_other_wrapper(config, where)
+    inner, whole = config.get("text_config"), config["model_type"]
+    if whole not in WRAPPERS and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
+        _refuse_features(inner, where)  # which says more than that it is nested
+    config = text_of(config)
+    _refuse_features(config, where)
+    if whole in WRAPPERS and config["model_type"] in _SCALED_LOGITS:
+        raise ModelError(
+            f"{where} ({whole}) is not supported: {config['model_type']} models scale their logits, which "
+            "transformers' multimodal classes leave out; give a text-only causal language model"
+        )
+    _refuse_other_head(config, where)
+    _refuse_odd_sizes(config, where)
+
+
+def _refuse_features(config: Config, where: str) -> None:
     model_type = config["model_type"]
     for present, feature in _FEATURES:
         if present(config):
             raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(feature)}")
     if model_type not in FAMILIES:
         raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    _refuse_other_head(config, where)
-    _refuse_odd_sizes(config, where)
 
 
 def _article(feature: str) -> str:
     return feature if not feature.startswith("encoder-decoder") else f"an {feature}"
+
+
+def _refuse_other_wrapper(config: Config, where: str) -> None:
+    """Of a multimodal model that answers with anything but text."""
+    given = config.get("architectures")
+    named = given if isinstance(given, list) else [given]
+    if config["model_type"] in WRAPPERS and given and not str(named[0]).endswith("ForConditionalGeneration"):
+        raise ModelError(
+            f"{where} holds {shown(given, 80)}, not a language model with a head; give a ...ForConditionalGeneration "
+            "checkpoint"
+        )
 
 
 def _refuse_other_head(config: Config, where: str) -> None:

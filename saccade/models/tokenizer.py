@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -36,6 +37,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
     # The engine checks lengths against the model; the tokenizer's own limit would only warn.
     tokenizer.model_max_length = int(1e30)
+    if not tokenizer.chat_template:  # processors of multimodal models had a file of their own for it
+        tokenizer.chat_template = _template_of_processor(folder / "chat_template.json")
     return Tokenizer(tokenizer)
 
 
@@ -144,6 +147,8 @@ class Tokenizer:
         if not hf.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
+        if self._reads_parts:
+            conversation = [{**one, "content": _as_part(one["content"])} for one in conversation]
 
         def rendered(change: Change) -> str:
             said, variables = change(conversation), change(dict(extra))
@@ -168,6 +173,21 @@ class Tokenizer:
             raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
         return self.encode(text, add_special_tokens=False)  # templates write their own special tokens
 
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the chat template drops contents that are text, and shows those that are a list of parts, as some of
+        multimodal models do."""
+        text, hf = "saccade", self._require("chat needs one")
+
+        def shows(content: Any) -> bool:
+            said = [{"role": "user", "content": content}]
+            try:
+                return text in render(lambda: hf.apply_chat_template(said, tokenize=False), hf.chat_template)
+            except Exception:  # whoever renders the conversation itself says so
+                return False
+
+        return not shows(text) and shows(_as_part(text))
+
     def words(self, texts: Iterable[str]) -> list[list[int]]:
         """The token lists that ``texts`` may come as: from the beginning of a text, and with a space before, where that
         makes another first token. RequestError if there is no tokenizer."""
@@ -188,6 +208,18 @@ class Tokenizer:
         if self.hf is None:
             raise RequestError(f"this checkpoint has no tokenizer; {way_out}")
         return self.hf
+
+
+def _template_of_processor(file: Path) -> str | None:
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return given if isinstance(given, str) else None
+
+
+def _as_part(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 def _backend(hf: Any) -> Any:
@@ -212,12 +244,13 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
         raise RequestError(f"message {index} must be a dict with a role and a content, got {shown(message, 80)}")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"message {index} has content other than text, which is not supported")
-        content = "".join(str(part) for part in parts)
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f"message {index} has a part of type {shown(kind, 60)}; models read text alone here: leave it out"
+                )
+        content = "".join(part["text"] for part in content)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
