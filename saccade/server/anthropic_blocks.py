@@ -52,11 +52,10 @@ def chat_tools(tools: Sequence[JSON]) -> list[JSON]:
                 "tools",
                 "unsupported_field",
             )
-        function: JSON = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        if not isinstance(function["parameters"], dict):
+        if not isinstance(tool.get("input_schema"), dict):
             raise bad_request(f"tools[{index}].input_schema must be a JSON schema", "tools")
-        if tool.get("description") is not None:
-            function["description"] = tool["description"]
+        names = {"name": "name", "description": "description", "parameters": "input_schema"}  # in the usual order
+        function = {ours: tool[theirs] for ours, theirs in names.items() if tool.get(theirs) is not None}
         made.append({"type": "function", "function": function})
     return made
 
