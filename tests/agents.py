@@ -1,6 +1,6 @@
 """Two agents that work through the Messages API: what they send is written here, what the model says is forced by a
-grammar, so that any model plays its part. They grow to a number of tokens as agents do: one reads much at first and then
-takes small steps, the other begins with a handbook and grows evenly.
+grammar, so that any model plays its part. They grow to a number of tokens as agents do: one reads much at first and
+then takes small steps, the other begins with a handbook and grows evenly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ from typing import Any
 
 JSON = dict[str, Any]
 MARK = {"cache_control": {"type": "ephemeral"}}
-_WORDS = "the field of a table row is read by each test that opens a file and returns what it found in order".split()
+_WORDS = [
+    "the",
+    "field",
+    "of",
+    "a",
+    "table",
+    "is",
+    "read",
+    "by",
+    "each",
+    "test",
+    "that",
+    "opens",
+    "what",
+    "it",
+    "found",
+]
 
 
 def prose(rng: random.Random, letters: int) -> str:

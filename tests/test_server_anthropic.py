@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as the ``anthropic`` client validates it: answers, events, errors, and what the cache gave."""
+"""Anthropic's Messages API, as the ``anthropic`` client validates it: answers, events, errors, what the cache gave."""
 
 from __future__ import annotations
 
