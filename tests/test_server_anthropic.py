@@ -10,7 +10,7 @@ from server_helpers import GREEDY, serving
 from test_server_structured import TOOL, template_with_tools
 from tiny_models import make_checkpoint
 
-from saccade.server.anthropic_system import BILLING
+from saccade.server.anthropic_system import BILLING, SystemHeads
 from saccade.server.keys import Key, KeyRing, digest
 
 anthropic = pytest.importorskip("anthropic")
@@ -298,6 +298,23 @@ def test_a_system_prompt_that_stays_is_left_as_it_is(server):
         system = [{"type": "text", "text": "of one user"}, {"type": "text", "text": "the rest"}]
         got = ask(server, [{"role": "user", "content": f"question {number}"}], system=system).json()
         assert got["usage"]["saccade"]["notes"] == []
+    for user in ("one", "other"):  # who begin with the same words
+        system = [{"type": "text", "text": f"of the {user} user"}, {"type": "text", "text": "the rest"}]
+        assert ask(server, system=system).json()["usage"]["saccade"]["notes"] == []
+
+
+def test_heads_of_conversations_are_few():
+    heads, turns = SystemHeads(most=2), [*USER, {"role": "assistant", "content": "x"}]
+    marked = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}]}, *turns]
+    plain = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, *turns]
+    assert not heads.changes("", ["a", "r"], marked)
+    assert not heads.changes("other key", ["b", "r"], plain)
+    assert heads.changes("", ["b", "r"], plain), "marks of caches are no part of a conversation"
+    assert heads.changes("", ["b", "r"], plain), "what has changed once will again"
+    assert not heads.changes("", ["a", "q"], plain)
+    assert not heads.changes("", ["a", "p"], plain)
+    assert not heads.changes("", ["c", "r"], plain), "forgotten"
+    assert not heads.changes("", ["a"], plain)
 
 
 # --- what is refused

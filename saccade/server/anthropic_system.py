@@ -30,18 +30,18 @@ class SystemHeads:
         self._most, self._lock = most, threading.Lock()
         self._seen: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
 
-    def changes(self, owner: str, blocks: Sequence[str], first: JSON) -> bool:
+    def changes(self, owner: str, blocks: Sequence[str], messages: Sequence[JSON]) -> bool:
         """Whether the first of ``blocks`` is of the kind that changes: it is known by its name, or was another one in
         an earlier call of the same conversation, which is one of ``owner`` with the same other blocks and the same
-        ``first`` message."""
+        first message. Of one message alone it is not known whether it goes on."""
         if len(blocks) < 2:
             return False
         if blocks[0].startswith(BILLING):
             return True
-        place, head = _digest(owner, *blocks[1:], _said(first)), _digest(blocks[0])
+        place, head = _digest(owner, *blocks[1:], _said(messages[0])), _digest(blocks[0])
         with self._lock:
             before, changed = self._seen.pop(place, (head, False))
-            changed = changed or before != head
+            changed = changed or (before != head and len(messages) > 1)
             self._seen[place] = head, changed
             if len(self._seen) > self._most:
                 self._seen.popitem(last=False)
