@@ -304,17 +304,25 @@ def test_a_system_prompt_that_stays_is_left_as_it_is(server):
 
 
 def test_heads_of_conversations_are_few():
-    heads, turns = SystemHeads(most=2), [*USER, {"role": "assistant", "content": "x"}]
+    known, turns = SystemHeads(most=2), [*USER, {"role": "assistant", "content": "x"}]
+
+    def changes(owner, texts, messages, *marks):
+        blocks = [{"cache_control": {}} if place in marks else {} for place in range(len(texts))]
+        return known.changes(owner, blocks, texts, messages)
+
     marked = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}]}, *turns]
     plain = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, *turns]
-    assert not heads.changes("", ["a", "r"], marked)
-    assert not heads.changes("other key", ["b", "r"], plain)
-    assert heads.changes("", ["b", "r"], plain), "marks of caches are no part of a conversation"
-    assert heads.changes("", ["b", "r"], plain), "what has changed once will again"
-    assert not heads.changes("", ["a", "q"], plain)
-    assert not heads.changes("", ["a", "p"], plain)
-    assert not heads.changes("", ["c", "r"], plain), "forgotten"
-    assert not heads.changes("", ["a"], plain)
+    assert not changes("", ["a", "r"], marked)
+    assert not changes("other key", ["b", "r"], plain)
+    assert changes("", ["b", "r"], plain), "marks of caches are no part of a conversation"
+    assert changes("", ["b", "r"], USER), "what has changed once will in other conversations, too"
+    assert not changes("", ["a", "q"], plain)
+    assert not changes("", ["a", "p"], plain)
+    assert not changes("", ["c", "r"], plain), "forgotten"
+    assert not changes("", ["a"], plain)
+    assert changes("", ["day 5", "s"], USER, 1)
+    for head, marks in (("day", [1]), ("day 5", [0, 1]), ("day 5", []), ("day 5 " * 99, [1])):
+        assert not changes("", [head, "s"], USER, *marks), "it may well stay"
 
 
 # --- what is refused

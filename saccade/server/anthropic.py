@@ -84,7 +84,7 @@ class Messages(Endpoint):
         messages, system = chat_messages(body.messages), body.system
         if isinstance(system, list):
             blocks = texts(system, "system", "system")
-            self.moved = self.serving.heads.changes(self.caller.name, blocks, body.messages)
+            self.moved = self.serving.heads.changes(self.caller.name, system, blocks, body.messages)
             if self.moved:
                 head, *blocks = blocks
                 behind(messages, head)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ NOTE = (
     "comes before it can be reused"
 )
 BILLING = "x-anthropic-billing-header:"  # what Claude Code begins its system prompt with; it changes at each call
-MOST = 4096  # conversations that are remembered
+LINE = 256  # letters of a date, or of another line of the moment, at most
+MOST = 8192  # conversations and agents that are remembered
+_DIGIT = re.compile(r"\d")
 
 
 class SystemHeads:
@@ -28,21 +31,32 @@ class SystemHeads:
 
     def __init__(self, most: int = MOST) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._seen: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
+        # Heads of conversations, and agents, which are known by the rest of their system prompts, whose heads change.
+        self._seen: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def changes(self, owner: str, blocks: Sequence[str], messages: Sequence[JSON]) -> bool:
-        """Whether the first of ``blocks`` is of the kind that changes: it is known by its name, or was another one in
-        an earlier call of the same conversation, which is one of ``owner`` with the same other blocks and the same
-        first message. Of one message alone it is not known whether it goes on."""
-        if len(blocks) < 2:
+    def changes(self, owner: str, system: Sequence[JSON], heads: Sequence[str], messages: Sequence[JSON]) -> bool:
+        """Whether the first block of ``system``, whose texts are ``heads``, is of the kind that changes. One is that
+
+        * begins as ``BILLING`` does; or
+        * is a short line with a digit and without a mark of a cache, before a block that has one; or
+        * was another one in an earlier turn of a conversation: of ``owner``, with the same other blocks and the same
+          first message; and from then on wherever these blocks come. Of one message alone it is not known whether the
+          conversation goes on.
+        """
+        if len(heads) < 2:
             return False
-        if blocks[0].startswith(BILLING):
+        first, *rest = heads
+        marks = [block.get("cache_control") is not None for block in system]
+        line = len(first) <= LINE and _DIGIT.search(first) is not None
+        if first.startswith(BILLING) or (line and any(marks) and not marks[0]):
             return True
-        place, head = _digest(owner, *blocks[1:], _said(messages[0])), _digest(blocks[0])
+        agent, head = _digest(owner, *rest), _digest(first)
+        talk = _digest(agent.hex(), _said(messages[0]))
         with self._lock:
-            before, changed = self._seen.pop(place, (head, False))
-            changed = changed or (before != head and len(messages) > 1)
-            self._seen[place] = head, changed
+            changed = agent in self._seen or (self._seen.get(talk, head) != head and len(messages) > 1)
+            place, value = (agent, b"") if changed else (talk, head)
+            self._seen[place] = value
+            self._seen.move_to_end(place)
             if len(self._seen) > self._most:
                 self._seen.popitem(last=False)
         return changed
