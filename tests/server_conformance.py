@@ -1,7 +1,7 @@
 """Clients that users have, against ``saccade serve`` with the built-in model: ``make conformance``.
 
-openai-python with strict validation, openai-node, litellm, langchain-openai, schemathesis over our schema, locust. They
-live in an environment of their own, whose requirements may exclude those of the server.
+openai-python and anthropic with strict validation, openai-node, litellm, langchain-openai, schemathesis over our
+schema, locust. They live in an environment of their own, whose requirements may exclude those of the server.
 """
 
 from __future__ import annotations
@@ -96,6 +96,33 @@ def open_responses(url: str) -> str:
     return f"{told} events of {last} streams in order and complete; an image is refused"
 
 
+def anthropic_python(url: str) -> str:
+    from anthropic import Anthropic, BadRequestError
+
+    prompt = (
+        f"The secret password of the keeper is {SECRET}. Rain fell on the town. The secret password of the keeper is"
+    )
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": prompt}], "extra_body": {"temperature": 0}}
+    with Anthropic(base_url=url, api_key="none", _strict_response_validation=True, max_retries=0) as client:
+        model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
+        whole = client.messages.create(model=model, **asked)
+        assert SECRET in whole.content[0].text
+        with client.messages.stream(model=model, **asked) as stream:
+            assert len(list(stream)) > 5
+            assert stream.get_final_message().content[0].text == whole.content[0].text
+        used = whole.usage
+        counted = client.messages.count_tokens(model=model, messages=asked["messages"]).input_tokens
+        assert counted == used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+        kind = None
+        try:
+            client.messages.create(model=model, max_tokens=1, messages=[{"role": "user", "content": [image]}])
+        except BadRequestError as error:
+            kind = error.body["error"]["type"]
+        assert kind == "invalid_request_error"
+    return "messages, streams, counts and errors as its types have them"
+
+
 def openai_node(url: str) -> str:
     folder = ROOT / "build/node"
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,6 +172,7 @@ def locust(url: str) -> str:
 
 CLIENTS = {
     "openai-python": openai_python,
+    "anthropic": anthropic_python,
     "Open Responses": open_responses,
     "openai-node": openai_node,
     "litellm": example("litellm"),

@@ -25,7 +25,8 @@ FIELDS = [
     "stop_token_ids response_format structured_outputs policy session_id report deadline_seconds user metadata",
     "tools tool_choice input instructions previous_response_id store chat_template_kwargs request_id tokens text",
     "truncate_prompt_tokens reasoning priority best_of suffix prompt_logprobs add_generation_prompt",
-    "max_output_tokens cache_salt kv_transfer_params layers pixels",
+    "max_output_tokens cache_salt kv_transfer_params layers pixels system thinking stop_sequences cache_control",
+    "output_config context_management mcp_servers continue_final_message",
 ]
 NAMES = " ".join(FIELDS).split()
 FIELDS += ["audit audit_steps target certify bounds"]
@@ -68,14 +69,41 @@ LIKELY: dict[str, list[Any]] = {
     "tool_choice": ["required", "auto", {"type": "function", "function": {"name": HALF}}],
     "prompt": [HALF, [5, 6, 7], "a longer prompt, so that there is something to select from " * 3],
 }
+# Blocks of Anthropic's messages, good ones and bad ones.
+_CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": "b"}}
+BLOCKS: list[Any] = [
+    *({"type": "text", "text": text} for text in ("x", "", HALF, "<think>", "</tool_call>", 5, None)),
+    *({"type": "thinking", "thinking": text, "signature": ""} for text in ("x", HALF, None)),
+    *({**_CALL, name: value} for name in ("id", "name", "input") for value in ("t", {}, None, HALF, {"a": 1e308}, [])),
+    *({"type": "tool_result", "tool_use_id": name, "content": content, "is_error": True}
+      for name in ("t", HALF, 5) for content in ("x", None, [], [{"type": "text", "text": "x"}], [5], {})),
+    *({"type": "document", "source": source} for source in (None, {"type": "text", "data": HALF}, {"type": "base64"})),
+    *({"type": name} for name in ("image", "redacted_thinking", "nix", HALF, 5, None)),
+    *(None, 5, "x", [], {}, {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}),
+]  # fmt: skip
+ANTHROPIC: dict[str, list[Any]] = {
+    "system": ["x", HALF, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], [{"type": "image"}], [5], []],
+    "thinking": [{"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}, {"type": 5}],
+    "tools": [[{"name": name, "input_schema": schema}] for name in ("f", HALF, 5) for schema in (*SCHEMAS, None)],
+    "tool_choice": [{"type": "any"}, {"type": "auto"}, {"type": "tool", "name": "f"}, {"type": "tool"}, {"type": HALF}],
+    "stop_sequences": [["x"], [HALF], [""], ["x"] * 99],
+    "output_config": [{"format": {"type": "json_schema", "schema": one}} for one in SCHEMAS] + [{"effort": HALF}],
+    "context_management": [{"edits": []}, {"edits": [{"type": "clear_thinking_20251015"}]}, {"edits": {"a": 1}}],
+    "structured_outputs": GRAMMARS,
+    "session_id": NAMED,
+    "chat_template_kwargs": [{"a": HALF}, {"tokenize": True}, {"continue_final_message": True}],
+}
 KEYS = {"one": "sk-fuzz-0123456789abcdef", "two": "sk-fuzz-fedcba9876543210"}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
+PATHS += ["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/selection_maps": {"prompt": "x", "max_tokens": 1},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -84,6 +112,8 @@ GOOD: dict[str, dict[str, Any]] = {
 def body(rng: random.Random, path: str) -> bytes:
     """A request whose JSON is valid and whose fields are odd, mostly."""
     made = dict(GOOD[path])
+    if path.startswith("/v1/messages") and rng.random() < 0.7:
+        return json.dumps(made | anthropic(rng)).encode()
     if likely := rng.random() < 0.5:
         made |= {name: rng.choice(LIKELY[name]) for name in rng.sample(sorted(LIKELY), rng.choice([1, 1, 2, 3]))}
         if path == "/v1/responses" and "prompt" in made:
@@ -101,6 +131,22 @@ def body(rng: random.Random, path: str) -> bytes:
     elif not isinstance(made.get("max_tokens"), int) and path.startswith("/v1"):
         made["max_tokens"] = made.get("max_tokens") or 1
     return json.dumps(made).encode()
+
+
+def anthropic(rng: random.Random) -> dict[str, Any]:
+    """Fields of a message, most of which fit, and a conversation of blocks."""
+    made = {name: rng.choice(ANTHROPIC[name]) for name in rng.sample(sorted(ANTHROPIC), rng.choice([0, 1, 1, 2]))}
+    good = [block for block in BLOCKS if isinstance(block, dict) and block in (BLOCKS[0], _CALL, BLOCKS[-1])]
+    messages = [{"role": "user", "content": "x"}]
+    for _ in range(rng.randrange(4)):
+        role = rng.choice(["user", "assistant", "assistant", "system", "tool"] if rng.random() < 0.3 else ["assistant"])
+        blocks = [rng.choice(good if rng.random() < 0.6 else BLOCKS) for _ in range(rng.randrange(4))]
+        messages.append({"role": role, "content": blocks})
+    if rng.random() < 0.3:
+        made["stream"] = True
+    if rng.random() < 0.2:
+        made[rng.choice(NAMES)] = rng.choice(ODD)
+    return {"messages": messages, **made}
 
 
 def bent(rng: random.Random, data: bytes) -> bytes:
@@ -224,14 +270,18 @@ def a_server() -> Iterator[Any]:
 
     from engine_helpers import make
     from server_helpers import serving
+    from test_server_structured import template_with_tools
     from tiny_models import make_checkpoint
 
     from saccade.server.keys import Key, KeyRing, digest
 
     with tempfile.TemporaryDirectory() as folder:
-        llm = make(make_checkpoint("llama", Path(folder) / "model"), session_dir=f"{folder}/sessions:4MiB")
+        model = make_checkpoint("llama", Path(folder) / "model")
+        template_with_tools(model)
+        llm = make(model, session_dir=f"{folder}/sessions:4MiB")
         keys = KeyRing(Key(name, digest(secret)) for name, secret in KEYS.items())
-        with serving(llm, **SHORT, keys=keys, tool_parser="hermes") as server:
+        settings = {**SHORT, "names": ("m",), "tool_parser": "hermes", "reasoning_parser": "qwen3"}
+        with serving(llm, **settings, keys=keys) as server:
             server.client.headers["authorization"] = f"Bearer {KEYS['one']}"
             yield server
 

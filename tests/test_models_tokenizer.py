@@ -127,7 +127,7 @@ def test_chat_template(by_bytes):
     without = by_bytes.apply_chat_template(messages, add_generation_prompt=False)
     assert without == ids[: len(without)] != ids
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert by_bytes.apply_chat_template(parts) == by_bytes.apply_chat_template([{"role": "user", "content": "ab"}])
+    assert by_bytes.apply_chat_template(parts) == by_bytes.apply_chat_template([{"role": "user", "content": "a\nb"}])
 
 
 @pytest.mark.parametrize(

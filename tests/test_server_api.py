@@ -291,7 +291,7 @@ def test_what_is_wrong_is_named(server, fields, param):
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, None),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"store": True}, "store"),
     ],
 )

@@ -51,6 +51,10 @@ def test_routes_follow_what_a_replica_may_have_stored():
         same = {route(path, chat("x", text, **{one: "k"})) for text in "abc"}
         assert len(same) == 1
         assert same != {route(path, chat("x", "a", **{one: "l"}))}
+    marked = [[{"type": "text", "text": "hello", **more}] for more in ({}, {"cache_control": {"type": "ephemeral"}})]
+    turns = [{"messages": [{"role": "user", "content": said}], "system": str(said)} for said in marked]
+    assert len({route("/v1/messages", one, x_api_key="k") for one in turns}) == 1  # marks move from turn to turn
+    assert route("/v1/messages", turns[0], x_api_key="k") != route("/v1/messages", turns[0], x_api_key="l")
     named = route(path, chat("x", "a"), x_session_id="s")
     assert named == route("/v1/completions", {"prompt": "b", "session_id": "s", "prompt_cache_key": "k"})
     assert named == route("/v1/sessions/s")
@@ -198,12 +202,15 @@ def test_a_replica_goes_on_with_the_later_turn_that_another_one_stored(tiny_llam
         replica.close()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_broken_replica_is_retried_before_the_first_token_and_told_of_after_it(fleet, path):
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)
     body = {field: "x"} if field else {"messages": [{"role": "user", "content": "x"}]}
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body |= {"temperature": 0, "ignore_eos": True, limit: 60, "stream": True}
+    end: list[Any] = ["[DONE]"]
+    if path == "/v1/messages":
+        body, end = body | {"model": next(iter(fleet.replicas.values())).serving.names[0]}, []
 
     async def ask() -> None:
         app = Ingress(fleet)
@@ -213,13 +220,15 @@ def test_a_broken_replica_is_retried_before_the_first_token_and_told_of_after_it
         assert len(fleet.asked) == 4
         fleet.breaks = [3]
         broken = await Called(app, path, body).events()
-        assert broken[-1] == "[DONE]"
-        assert broken[-2]["error"]["code"] == "replica_lost"
-        assert not any(choice.get("finish_reason") for one in broken[:-2] for choice in one.get("choices", []))
-        assert not any(one.get("type") == "response.completed" for one in broken[:-1])
+        assert broken[len(broken) - len(end) :] == whole[len(whole) - len(end) :] == end
+        broken = broken[: len(broken) - len(end)]
+        assert broken[-1]["error"]["code"] == "replica_lost"
+        assert not any(choice.get("finish_reason") for one in broken for choice in one.get("choices", []))
+        assert not any(one.get("type") in ("response.completed", "message_stop") for one in broken)
         if path == "/v1/responses":
-            assert [one["sequence_number"] for one in broken[:-1]] == list(range(len(broken) - 1))
-        assert whole[-1] == "[DONE]"
+            assert [one["sequence_number"] for one in broken] == list(range(len(broken)))
+        if path == "/v1/messages":
+            assert (broken[-1]["type"], whole[-1]["type"]) == ("error", "message_stop")
         body["stream"] = False
         fleet.breaks = [0, 1, 2]  # nothing of an answer that is no stream has been sent by then
         status, answer = await Called(app, path, {**body, limit: 5}).result()

@@ -115,7 +115,7 @@ def serve(
     *,
     config: EngineConfig,
 ) -> None:
-    """Answer OpenAI's API over HTTP: /v1/chat/completions, /v1/completions, /v1/responses and more (docs/server.md).
+    """Answer OpenAI's API over HTTP, and Anthropic's: /v1/chat/completions, /v1/messages and more (docs/server.md).
 
     saccade serve
     curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'

@@ -171,7 +171,8 @@ class RequestOutcome:
 
 @dataclass
 class StepOutput:
-    """What one or more engine steps did for one request. ``prefilled`` of ``prefill_total`` prompt tokens are computed.
+    """What one or more engine steps did for one request. ``prefilled`` of ``prefill_total`` prompt tokens are computed;
+    ``cached`` of them did not have to be, and ``kept`` will be there for later requests that begin alike.
     ``new_logprobs``: one entry for each of ``new_tokens``, if they were asked for. ``finished``: it is the request's
     last, and has its ``outcome``."""
 
@@ -182,6 +183,8 @@ class StepOutput:
     prefill_total: int = 0
     outcome: RequestOutcome | None = None
     new_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
+    cached: int = 0
+    kept: int = 0
 
     @property
     def finished(self) -> bool:
@@ -197,4 +200,6 @@ class StepOutput:
             later.prefill_total or self.prefill_total,
             later.outcome,
             self.new_logprobs + later.new_logprobs,
+            max(self.cached, later.cached),
+            max(self.kept, later.kept),
         )

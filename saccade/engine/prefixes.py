@@ -105,6 +105,7 @@ class PrefixCache:
             if sequence not in self._live:  # a restored session lends from now on
                 self._enter(sequence)
             return True
+        request.report.kept_tokens = self._whole(sequence.spans[0], sequence.spans[0].stop)
         own = self._enter(sequence)
         found, stop = self._find(own, most, running), sequence.spans[0].stop
         if found.later - found.length >= min(self.chunk, -(-(stop - found.length) // 2)):

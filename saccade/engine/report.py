@@ -48,6 +48,7 @@ class Report:
         self.decode = PhaseStats([LayerStats() for _ in range(layers)])
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.kept_tokens = 0  # of the prompt, for later requests that begin alike
         self.token_bytes = 0  # of a token's keys and values
         self.output_tokens = 0
         self.drafted_tokens = 0

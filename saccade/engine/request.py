@@ -126,4 +126,10 @@ class Request:
 
     def progress(self, prefilled: int) -> StepOutput:
         """An output that says how far the prompt is computed."""
-        return StepOutput(self.id, prefilled=min(prefilled, self.output_start), prefill_total=self.output_start)
+        return StepOutput(
+            self.id,
+            prefilled=min(prefilled, self.output_start),
+            prefill_total=self.output_start,
+            cached=self.report.cached_tokens,
+            kept=self.report.kept_tokens,
+        )

@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 # Of transformers' own call, which are decided here.
 _OWN_ARGUMENTS = {"conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding"}
-_OWN_ARGUMENTS |= {"truncation", "max_length", "tokenizer_kwargs", "chat_template"}
+_OWN_ARGUMENTS |= {"truncation", "max_length", "tokenizer_kwargs", "chat_template", "continue_final_message"}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -125,14 +125,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         allow_control_tokens: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template.
 
         Each message maps ``role`` and ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
         ``template_kwargs`` are variables of the template, ``{"enable_thinking": False}`` say. What reads like a control
         token in messages or variables is text, unless ``allow_control_tokens``: then it is that token, and may end a
-        turn or begin a system message. RequestError if there is no template, the messages are malformed, or the
-        template rejects them.
+        turn or begin a system message. ``continue_final_message``: the prompt ends within the last message, where an
+        answer goes on with it; without ``add_generation_prompt``. RequestError if there is no template, the messages
+        are malformed, or the template rejects them.
         """
         extra = {} if template_kwargs is None else template_kwargs
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
@@ -147,6 +149,10 @@ class Tokenizer:
         if not hf.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
+        if continue_final_message:
+            if not conversation[-1]["content"]:
+                raise RequestError("continue_final_message needs text to go on with; the last message has none")
+            extra = {**extra, "continue_final_message": True}
         if self._reads_parts:
             conversation = [{**one, "content": _as_part(one["content"])} for one in conversation]
 
@@ -154,7 +160,10 @@ class Tokenizer:
             said, variables = change(conversation), change(dict(extra))
             return render(
                 lambda: hf.apply_chat_template(
-                    said, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                    [dict(one) for one in said],  # transformers marks the last one where an answer goes on with it
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **variables,
                 ),
                 hf.chat_template,
             )
@@ -250,7 +259,7 @@ def _checked_message(index: int, message: Any) -> dict[str, Any]:
                 raise RequestError(
                     f"message {index} has a part of type {shown(kind, 60)}; models read text alone here: leave it out"
                 )
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as vLLM joins them
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):

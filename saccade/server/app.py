@@ -20,11 +20,13 @@ from saccade import __version__
 from saccade.errors import SaccadeError
 from saccade.server import tokens
 from saccade.server.admission import Caller
+from saccade.server.anthropic import Messages
+from saccade.server.anthropic_protocol import CountRequest, MessagesRequest
 from saccade.server.bodies import JSONRoute
 from saccade.server.chat import Chat
 from saccade.server.completions import Completion
 from saccade.server.endpoint import Endpoint
-from saccade.server.errors import ApiError, from_saccade, from_validation
+from saccade.server.errors import ApiError, from_saccade, from_validation, is_anthropic
 from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
 from saccade.server.generation import Generation
@@ -47,6 +49,7 @@ from saccade.server.serving import Serving
 
 B = TypeVar("B", bound=Sampling)
 
+_ANTHROPIC_HEADERS = ("x-api-key", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
 _SAID = {404: "there is no such path", 405: "this path does not know that method"}
 
 
@@ -75,8 +78,8 @@ def make_app(serving: Serving) -> ASGIApp:
             CORSMiddleware,
             allow_origins=list(serving.config.cors),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-session-id", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after"],
+            allow_headers=["authorization", "content-type", "x-session-id", "x-request-id", *_ANTHROPIC_HEADERS],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return Gate(app, serving)
 
@@ -91,11 +94,14 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         whole = {"type": "object", "properties": {"error": inner}, "required": ["error"]}
         schema["components"]["schemas"]["Error"] = whole
         content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-        for operations in schema["paths"].values():
+        kind = {"type": "object", "properties": {"type": {"type": "string"}, "message": {"type": "string"}}}
+        theirs = {"type": "object", "properties": {"type": {"const": "error"}, "error": kind}, "required": ["error"]}
+        for path, operations in schema["paths"].items():
+            told = {"application/json": {"schema": theirs}} if is_anthropic(path) else content
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                operation["responses"]["default"] = {"description": "what went wrong", "content": content}
-        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+                operation["responses"]["default"] = {"description": "what went wrong", "content": told}
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
             streamed: dict[str, Any] = {"text/event-stream": {}}  # a body of events, whose form OpenAPI 3.1 cannot say
             schema["paths"][path]["post"]["responses"]["200"]["content"] |= streamed
         for unused in ("HTTPValidationError", "ValidationError"):
@@ -105,11 +111,12 @@ def _schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _errors(app: FastAPI) -> None:
-    """Every failure in OpenAI's form."""
+    """Every failure in the form that its path's clients know."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return Response(error.encoded(), error.status, error.headers, "application/json")
+        status, body = error.encoded(request.scope["path"])
+        return Response(body, status, error.headers, "application/json")
 
     @app.exception_handler(SaccadeError)
     async def saccade_error(request: Request, error: SaccadeError) -> Response:
@@ -163,7 +170,7 @@ def _completions(app: FastAPI, serving: Serving) -> None:
             logger.info("asked", extra={"fields": {"request_id": caller.request_id, "body": body.model_dump()}})
         if not body.stream:
             return JSONAnswer(result)
-        return EventStream(job.stream(generation, result), serving.config.ping_seconds, generation.close)
+        return EventStream(job.stream(generation, result), serving.config.ping_seconds, generation.close, job.ping)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
@@ -184,6 +191,16 @@ def _completions(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses/compact")
     async def compact(request: Request, body: CompactRequest) -> Response:
         return await respond(request, body, Compaction)
+
+    @app.post("/v1/messages")
+    async def message(request: Request, body: MessagesRequest) -> Response:
+        return await respond(request, body, Messages)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, body: CountRequest) -> Response:
+        caller: Caller = request.state.caller
+        job = await serving.parse(len(await request.body()), lambda: Messages(serving, caller, body))
+        return JSONAnswer(await job.count())
 
     @app.post("/v1/selection_maps")
     async def selection_map(request: Request, body: SelectionMapRequest) -> Response:

@@ -25,18 +25,18 @@ _TAIL = 64  # tokens at the end of a prompt that may open or close thoughts
 
 
 class Chat(Choices):
-    """One chat."""
+    """One chat. ``cuts``: an answer that the context has no room for ends early, where others are refused."""
 
     prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, serving: Serving, caller: Caller, body: ChatRequest) -> None:
+    def __init__(self, serving: Serving, caller: Caller, body: ChatRequest, cuts: bool = False) -> None:
         super().__init__(serving, caller, body)
-        self.body = body
+        self.body, self.cuts = body, cuts
         self.tools = tool_choice(body)
 
-    async def ask(self) -> Ask:
+    async def prompt(self) -> tuple[list[int], JSON]:
+        """The conversation as tokens, and the variables that its template was given."""
         body, serving = self.body, self.serving
-        policy = await serving.policy(self.caller, body.policy)
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -44,13 +44,21 @@ class Chat(Choices):
             self._check_tools()
             variables["tools"] = self.tools.tools
         messages = await serving.conversation(body.messages)
-        generate, control = body.add_generation_prompt is not False, body.allow_control_tokens
-        prompt = await serving.template(messages, generate, variables, control)
+        self.last = str(messages[-1]["content"])
+        goes_on, control = bool(body.continue_final_message), body.allow_control_tokens
+        generate = body.add_generation_prompt is not False and not goes_on
+        prompt = await serving.template(messages, generate, variables, control, goes_on)
+        return prompt, variables
+
+    async def ask(self) -> Ask:
+        body, serving = self.body, self.serving
+        policy = await serving.policy(self.caller, body.policy)
+        prompt, variables = await self.prompt()
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]
         named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         most: int | None = getattr(body, named)
-        serving.check_length(prompt, most, "messages")
+        serving.check_length(prompt, None if self.cuts else most, "messages")
         self.top = body.top_logprobs or 0
         try:
             params = sampling_params(body, serving.defaults, most, logprobs=self.top if body.logprobs else None)
@@ -59,7 +67,7 @@ class Chat(Choices):
         constraint = await self._constraint(prompt, variables)
         self.policy, self.n, self.samples = policy, params.n, params.n
         self.readers = [self._reader() for _ in range(params.n)]
-        self.echoed = str(messages[-1]["content"]) if body.echo else ""
+        self.echoed = self.last if body.echo else ""
         return Ask([prompt], params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
 
     def _check_tools(self) -> None:
@@ -89,6 +97,9 @@ class Chat(Choices):
         if named is not None:
             format, end = reasoning.FORMATS[named], serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
             self.begins = reasoning.beginning(format, end, variables, self.exact)
+            if body.continue_final_message:  # what it goes on from was begun by the client
+                inside = self.last.rfind(format.begin) > self.last.rfind(format.end)
+                self.begins = "thoughts" if inside else "answer"
             opened = self.begins == "thoughts"
             if grammar is not None and (opened or (self.begins == "either" and reasoning.switched(variables, True))):
                 wrap = partial(after_thoughts, begin=format.begin, end=format.end, opened=opened)

@@ -12,7 +12,7 @@ from saccade.engine.messages import RequestOutcome, StepOutput
 from saccade.methods.policy import Policy
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError
-from saccade.server.events import DONE, error_event, event
+from saccade.server.events import DONE, PING, error_event, event
 from saccade.server.generation import Ask, Generation, Piece
 from saccade.server.params import refuse_unsupported
 from saccade.server.protocol import Sampling
@@ -24,9 +24,11 @@ JSON = dict[str, Any]
 
 class Endpoint:
     """One request. :meth:`ask` checks it; then :meth:`answer`, or :meth:`stream`, tells what a generation gives.
-    ``prefix``: of its id."""
+    ``prefix``: of its id; ``ping``, ``done``: what a stream says while it is quiet, and at its end."""
 
     prefix: ClassVar[str]
+    ping: ClassVar[bytes] = PING
+    done: ClassVar[bytes] = DONE
 
     def __init__(self, serving: Serving, caller: Caller, body: Sampling) -> None:
         self.serving, self.caller = serving, caller
@@ -85,7 +87,8 @@ class Endpoint:
         except ApiError as error:
             for said in self.failure(error):
                 yield said
-        yield DONE
+        if self.done:
+            yield self.done
 
 
 class Choices(Endpoint):

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients know them: a status, and ``{"error": {message, type, param, code}}``."""
+"""Errors as OpenAI's clients know them: a status, and ``{"error": {message, type, param, code}}``. Anthropic's, of
+``/v1/messages``, know others."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 from saccade.errors import CapacityError, EngineLost, EngineStuck, SaccadeError, brief, shown
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC = {**_KINDS, 408: "timeout_error", 409: "conflict_error", 413: "request_too_large", 504: "timeout_error"}
+_ANTHROPIC |= {529: "overloaded_error"}
 _TYPE = re.compile(r"str|int|float|bool|(list|dict)\[.*\]")  # of a field that may be of several, in pydantic's paths
 _NAMED = re.compile(r"([a-z_]+)=")  # how the engine's messages begin when they are about one parameter
 
@@ -36,8 +39,24 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def encoded(self) -> bytes:
-        return json.dumps(self.body()).encode()
+    def for_path(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and body in the form that clients of ``path`` know."""
+        if not is_anthropic(path):
+            return self.status, self.body()
+        status = 529 if self.code == "overloaded" else self.status
+        kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        code = {} if self.code is None else {"code": self.code}  # ours: an ingress knows by it whom to ask instead
+        return status, {"type": "error", "error": {"type": kind, "message": self.message, **code}}
+
+    def encoded(self, path: str = "") -> tuple[int, bytes]:
+        """:meth:`for_path`, the body as JSON."""
+        status, body = self.for_path(path)
+        return status, json.dumps(body).encode()
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's clients ask for ``path``."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

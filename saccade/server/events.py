@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from saccade.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
+PING = b": ping\n\n"
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 T = TypeVar("T")
@@ -58,24 +58,27 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body())
 
 
-async def refuse(send: Send, error: ApiError, kind: str = "http") -> None:
-    """An error as the whole answer; ``kind`` is ``websocket.http`` for a WebSocket that is not opened."""
-    body = error.encoded()
+async def refuse(send: Send, error: ApiError, kind: str = "http", path: str = "") -> None:
+    """An error as the whole answer to a request of ``path``; ``kind`` is ``websocket.http`` for a WebSocket that is not
+    opened."""
+    status, body = error.encoded(path)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": f"{kind}.response.start", "status": error.status, "headers": headers})
+    await send({"type": f"{kind}.response.start", "status": status, "headers": headers})
     await send({"type": f"{kind}.response.body", "body": body})
 
 
 class EventStream(Response):
     """Sends what ``body`` gives, each item as it comes. A client that does not read holds ``body`` up; one that goes
-    away ends it. After ``ping`` seconds without an item a comment says that the server lives. ``close`` is called at
+    away ends it. After ``ping`` seconds without an item ``sign`` says that the server lives. ``close`` is called at
     the end, even where ``body`` was never begun."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: AsyncGenerator[bytes, None], ping: float, close: Callable[[], None]) -> None:
-        self.body_iterator, self._ping, self._close = body, ping, close
+    def __init__(
+        self, body: AsyncGenerator[bytes, None], ping: float, close: Callable[[], None], sign: bytes = PING
+    ) -> None:
+        self.body_iterator, self._ping, self._close, self._sign = body, ping, close, sign
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
 
@@ -111,7 +114,7 @@ class EventStream(Response):
             wait = self._sent + self._ping - clock()
             if wait <= 0:
                 self._sent = clock()
-                await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                await send({"type": "http.response.body", "body": self._sign, "more_body": True})
             await asyncio.sleep(max(wait, 0.01))
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from saccade.errors import shown
 from saccade.server.admission import Caller, shutting_down
 from saccade.server.bodies import Share, read_body, too_large
-from saccade.server.errors import ApiError
+from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.events import refuse
 from saccade.server.keys import Key
 from saccade.server.logs import logger
@@ -28,7 +28,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Gate:
-    """Wraps the application. Whatever it raises becomes an answer in OpenAI's form, without its traceback."""
+    """Wraps the application. Whatever it raises becomes an answer in the form that the path's clients know, without its
+    traceback."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self.app, self.serving = app, serving
@@ -48,7 +49,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *_always(caller)]
+                message["headers"] = [*message["headers"], *_always(caller, scope["path"])]
             await send(message)
 
         scope.setdefault("state", {})["caller"] = caller
@@ -68,11 +69,11 @@ class Gate:
         except ClientDisconnect:
             status = status or 499
         except ApiError as error:
-            await refuse(reply, error)
+            await refuse(reply, error, path=scope["path"])
         except Exception:
             logger.exception("a request failed", extra={"fields": {"request_id": caller.request_id}})
             if not status:
-                await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"))
+                await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"), path=scope["path"])
         finally:
             share.give_back()
             self.serving.admission.came(caller)
@@ -134,9 +135,10 @@ class Gate:
         if scope.get("method") == "OPTIONS" and self.serving.config.cors:
             return None  # a browser asks whether it may send the key
         scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+        secret = secret if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
+        key = keys.find(secret.strip())
         if key is None:
-            said = "the API key is not known" if secret else "give an API key: authorization: Bearer KEY"
+            said = "the API key is not known" if secret else "give an API key: authorization: Bearer KEY, or x-api-key"
             raise ApiError(401, said, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return key
 
@@ -170,9 +172,11 @@ class Gate:
         return replay
 
 
-def _always(caller: Caller) -> list[tuple[bytes, bytes]]:
+def _always(caller: Caller, path: str = "") -> list[tuple[bytes, bytes]]:
     """Headers of every answer."""
-    return [(b"x-request-id", caller.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+    number = caller.request_id.encode()
+    theirs = [(b"request-id", number)] if is_anthropic(path) else []
+    return [(b"x-request-id", number), *theirs, (b"x-content-type-options", b"nosniff")]
 
 
 def _route(headers: dict[bytes, bytes]) -> str:

@@ -52,6 +52,8 @@ class Generation:
     ask: Ask
     outcomes: dict[int, RequestOutcome] = field(default_factory=dict)
     tokens: int = 0  # of all answers, so far
+    cached: int = 0  # tokens of the prompts that did not have to be computed, as far as is known
+    kept: int = 0  # and those that later requests can go on from
     _places: dict[int, int] = field(default_factory=dict)
     _outputs: AsyncOutputs | None = None
     _held: Held | None = None
@@ -117,6 +119,8 @@ class Generation:
                 outputs = await self._outputs.take()
             except EngineLost as error:
                 raise self._why or from_saccade(error) from error
+            for output in outputs:
+                self.cached, self.kept = max(self.cached, output.cached), max(self.kept, output.kept)
             pieces = [
                 (self._places[output.request_id], output) for output in outputs if output.new_tokens or output.finished
             ]

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from saccade.server.bodies import Room, read_body
-from saccade.server.errors import ApiError
+from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.events import DONE, error_event, named_event, refuse
 from saccade.server.routing import ROUTE_HEADER, route_of
 
@@ -89,7 +89,7 @@ class Ingress:
         try:
             await self._pass_on(scope, receive, send, await read_body(receive, self._max_body, share))
         except ApiError as error:
-            await refuse(send, error)
+            await refuse(send, error, path=scope["path"])
         except ClientDisconnect:
             return
         finally:
@@ -118,7 +118,8 @@ class Ingress:
                 answer.result()
             elif not ended:
                 answer.cancel()
-                await refuse(send, ApiError(503, "no replica is ready", "not_ready", headers={"retry-after": "1"}))
+                error = ApiError(503, "no replica is ready", "not_ready", headers={"retry-after": "1"})
+                await refuse(send, error, path=scope["path"])
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -130,9 +131,8 @@ class Ingress:
                 await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
             if await _attempt(self._replicas.send(request, route), request, send):
                 return
-        await refuse(
-            send, ApiError(503, "no replica could answer; try again", "replica_lost", headers={"retry-after": "1"})
-        )
+        error = ApiError(503, "no replica could answer; try again", "replica_lost", headers={"retry-after": "1"})
+        await refuse(send, error, path=request.path)
 
 
 async def _attempt(parts: AsyncIterator[Part], request: Forwarded, send: Send) -> bool:
@@ -186,12 +186,15 @@ def _leaves(body: bytes) -> bool:
 def _broken(path: str, last: bytes) -> bytes:
     """How a stream that broke ends. ``last``: what was sent of it last."""
     error = ApiError(502, "the replica that was answering is gone; the answer is not complete", "replica_lost")
+    begun = b"" if last.endswith(b"\n\n") else b"\n\n"
+    if is_anthropic(path):
+        return begun + named_event("error", error.for_path(path)[1])
     told = error_event(error)
     if path == "/v1/responses":  # Open Responses' clients look for a type
         numbers = [int(found) for found in _NUMBER.findall(last)]
         number = {"sequence_number": max(numbers, default=0) + 1}
         told = named_event("error", {"type": "error", **number, **error.body()["error"], **error.body()})
-    return (b"" if last.endswith(b"\n\n") else b"\n\n") + told + DONE
+    return begun + told + DONE
 
 
 def _start(head: Head) -> Message:

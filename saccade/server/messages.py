@@ -29,7 +29,7 @@ def _number(kind: Callable[[str], float]) -> Callable[[str], Any]:
     return read
 
 
-_decode = json.JSONDecoder(parse_int=_number(int), parse_float=_number(float)).decode
+loads = json.JSONDecoder(parse_int=_number(int), parse_float=_number(float)).decode
 
 
 def conversation(messages: Sequence[JSON]) -> list[JSON]:
@@ -71,7 +71,7 @@ def _content(index: int, content: Any) -> str:
                 "unsupported_content",
             )
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)  # as vLLM joins them
 
 
 def _call(index: int, call: Any) -> JSON:
@@ -83,7 +83,7 @@ def _call(index: int, call: Any) -> JSON:
     if isinstance(arguments, str):
         check_shape(arguments.encode("utf-8", "surrogatepass"), MOST_NESTING)  # the body's check passed over texts
         try:
-            arguments = _decode(arguments) if arguments.strip() else {}
+            arguments = loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise bad_request(f"messages[{index}].tool_calls has arguments that are no JSON", "messages") from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -184,9 +184,10 @@ class CompletionRequest(Sampling):
 
 
 class Template(Body):
-    """How a conversation becomes a prompt."""
+    """How a conversation becomes a prompt. ``continue_final_message``: its last message is left open."""
 
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: JSON | None = None
     add_special_tokens: bool | None = None
     allow_control_tokens: bool | None = None
@@ -233,8 +234,8 @@ class ChatRequest(Sampling):
             return "verbosity", "the model knows none; say it in a message"
         if self.add_special_tokens:
             return "add_special_tokens", "the chat template writes them"
-        if self.continue_final_message:
-            return "continue_final_message", "use /v1/completions to continue a text"
+        if self.continue_final_message and self.add_generation_prompt:
+            return "continue_final_message", "an answer that goes on has no add_generation_prompt"
         for name in ("audio", "web_search_options", "documents", "mm_processor_kwargs"):
             if getattr(self, name):
                 return name, "the model reads and writes the text of messages alone"

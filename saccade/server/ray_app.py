@@ -128,7 +128,7 @@ class RayReplicas:
         except BackPressureError:
             full = ApiError(429, "all replicas are full; try again later", "rate_limit_exceeded")
             yield Head(429, [(b"content-type", b"application/json"), (b"retry-after", b"1")])
-            yield full.encoded()
+            yield full.encoded(request.path)[1]
         except (RayError, RayServeException) as error:
             raise ReplicaLost(f"{type(error).__name__}") from error
         finally:

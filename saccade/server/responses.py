@@ -21,7 +21,7 @@ from saccade.server.responses_items import chat_choice, chat_tools, check_calls,
 from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.responses_writer import Writer
 from saccade.server.serving import Serving
-from saccade.server.usage import costs
+from saccade.server.usage import costs, thought_tokens
 
 _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_tokens"}  # not handed on as they are
 
@@ -142,9 +142,8 @@ class Responses(Endpoint):
         return response
 
     def _usage(self, generation: Generation, outcome: RequestOutcome, thoughts: str) -> JSON:
-        encode = self.serving.tokenizer.encode
         prompt, answer = generation.prompt_tokens, generation.tokens
-        thought = min(answer, len(encode(thoughts, add_special_tokens=False))) if thoughts else 0
+        thought = thought_tokens(self.serving.tokenizer, thoughts, answer)
         cached = outcome.report["cached_tokens"]
         return {
             "input_tokens": prompt,

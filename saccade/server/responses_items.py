@@ -96,7 +96,7 @@ def _add_message(messages: list[JSON], item: JSON, after: JSON) -> None:
     if after.get("type") == "compaction" and message["role"] == "user" and isinstance(message["content"], (str, list)):
         said = message["content"]
         parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
-        messages[-1]["content"] = [{"type": "text", "text": f"{messages[-1]['content']}\n\n"}, *parts]
+        messages[-1]["content"] = [{"type": "text", "text": f"{messages[-1]['content']}\n"}, *parts]
     else:
         messages.append(message)
 

@@ -34,7 +34,7 @@ def route_of(path: str, headers: Mapping[bytes, bytes], body: bytes) -> str:
     decide."""
     if found := _RESPONSE_PATH.fullmatch(path):
         return _of_response(found[1])
-    owner = headers.get(b"authorization", b"").decode("latin-1")
+    owner = (headers.get(b"authorization") or headers.get(b"x-api-key", b"")).decode("latin-1")
     if found := _SESSION_PATH.fullmatch(path):
         return _hashed("session", owner, found[1])
     asked = _asked(body)
@@ -74,10 +74,17 @@ def _beginning(asked: dict[str, Any]) -> str:
     messages = asked.get("messages", prompt)
     parts = [asked.get("instructions"), asked.get("tools")]
     for one in messages if isinstance(messages, list) and not _tokens(messages) else [messages]:
-        parts.append(one.get("content") if isinstance(one, dict) else one)
+        parts.append(_said(one.get("content")) if isinstance(one, dict) else one)
         if isinstance(one, dict) and one.get("role") == "user":
             break
     return "\0".join((one if isinstance(one, str) else json.dumps(one, sort_keys=True))[:PREFIX] for one in parts)
+
+
+def _said(content: Any) -> Any:
+    """The texts of a content's parts: marks of caches beside them move from turn to turn."""
+    if isinstance(content, list) and any(isinstance(one, dict) and "text" in one for one in content):
+        return [one.get("text") for one in content if isinstance(one, dict)]
+    return content
 
 
 def _tokens(given: list[Any]) -> bool:

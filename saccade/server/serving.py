@@ -14,6 +14,7 @@ from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
 from saccade.models.letters import most_letters
 from saccade.server.admission import Admission, Caller
+from saccade.server.anthropic_system import SystemHeads
 from saccade.server.bodies import Room
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
@@ -74,6 +75,7 @@ class Serving:
         self.responses = ResponseStore(config.max_responses)
         self.metrics = Metrics(engine, self.names[0])
         self.insight = Insight()
+        self.heads = SystemHeads()
         self.tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to(config.otlp_traces_endpoint, self.names[0])
@@ -211,15 +213,19 @@ class Serving:
         generate: bool,
         variables: Mapping[str, Any],
         control: bool | None = None,
+        goes_on: bool = False,
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template. ``control``: whether what reads like a control
-        token in it is one; None leaves it to the server."""
+        token in it is one; None leaves it to the server. ``goes_on``: the last message is left open, for an answer that
+        goes on with it."""
         if self._most_letters is not None:  # a template may leave some of it out, thoughts say
             said = sum(len(text) for one in messages if isinstance(text := one.get("content"), str))
             self._check_letters(said // 4)
         size = weight([messages, variables], _LONG)
         tokenizer, allowed = self.tokenizer, self.config.allow_control_tokens if control is None else control
-        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables, allowed))
+        return await self.off_loop(
+            size, lambda: tokenizer.apply_chat_template(messages, generate, variables, allowed, goes_on)
+        )
 
     def _check_letters(self, letters: int) -> None:
         """400 for a text that is longer than any prompt: turning it into tokens would take minutes and gigabytes."""

@@ -23,8 +23,11 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
         if body.tools:
             variables["tools"] = body.tools
         messages = await serving.conversation(body.messages or [])
-        generate, control = body.add_generation_prompt is not False, body.allow_control_tokens
-        tokens = await serving.template(messages, generate, variables, control)
+        goes_on, control = bool(body.continue_final_message), body.allow_control_tokens
+        if goes_on and body.add_generation_prompt:
+            raise bad_request("continue_final_message and add_generation_prompt exclude each other", "messages")
+        generate = body.add_generation_prompt is not False and not goes_on
+        tokens = await serving.template(messages, generate, variables, control, goes_on)
     decode = serving.tokenizer.decode
     texts = None
     if body.return_token_strs:

@@ -8,6 +8,7 @@ from typing import Any
 from saccade.engine.bounds import joined
 from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
+from saccade.models.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
 
@@ -28,6 +29,11 @@ def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples:
     reports = [one.report for one in outcomes]
     cached = sum(report["cached_tokens"] for report in reports[::samples])
     return {**counts(prompt, answer, cached), "saccade": costs(reports, policy)}
+
+
+def thought_tokens(tokenizer: Tokenizer, thoughts: str, answer: int) -> int:
+    """How many of the ``answer`` tokens were ``thoughts``, their text read again."""
+    return min(answer, len(tokenizer.encode(thoughts, add_special_tokens=False))) if thoughts else 0
 
 
 def costs(reports: Sequence[JSON], policy: str) -> JSON:

@@ -128,6 +128,8 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[dict[int, TokenLogprob]]
     prompt: int = 0
     outcome: RequestOutcome | None = None
+    cached: int = 0
+    kept: int = 0
 
 
 class Outputs(Frame, tag="outputs"):

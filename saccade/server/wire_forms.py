@@ -74,6 +74,8 @@ def output(given: StepOutput) -> wire.Output:
         given.new_logprobs,
         length,
         outcome,
+        given.cached,
+        given.kept,
     )
 
 
@@ -89,6 +91,8 @@ def step_output(given: wire.Output, prompt: list[int]) -> StepOutput:
         given.prefill_total,
         given.outcome,
         given.logprobs,
+        given.cached,
+        given.kept,
     )
 
 
