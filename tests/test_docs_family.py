@@ -16,7 +16,7 @@ from saccade.errors import ModelError
 from saccade.models import families, load_model
 
 ROOT = Path(__file__).parent.parent
-ROW, CONFIG = re.findall(r"```python\n(.*?)\n```", (ROOT / "docs/adding-a-family.md").read_text(), re.DOTALL)
+ROW, CONFIG = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs/adding-a-family.md").read_text(), re.DOTALL)
 
 
 def test_the_lines_are_those_of_the_tree():

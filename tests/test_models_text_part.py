@@ -277,9 +277,9 @@ def test_templates_of_processors(folder, tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.has_chat_template
-    for content in ("hi", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]):
+    for content in ("h\ni", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]):
         ids = tokenizer.apply_chat_template([{"role": "user", "content": content}])
-        assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>hi"
+        assert tokenizer.decode(ids, skip_special_tokens=False) == "<user>h\ni"
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "<eos>"}])
     assert len(ids) == 6
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<eos>"
