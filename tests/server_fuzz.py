@@ -215,7 +215,7 @@ def fuzz(address: tuple[str, int], count: int, seed: int) -> Counter[int]:
     return statuses
 
 
-SHORT = {"body_seconds": 0.05, "header_seconds": 0.05, "max_body": 4096, "selection_maps": 64}
+SHORT = {"body_seconds": 0.1, "header_seconds": 0.1, "max_body": 4096, "selection_maps": 64}
 
 
 @contextmanager
