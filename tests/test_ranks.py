@@ -362,6 +362,7 @@ def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
         others.append(runner)
         begin(self, group, pool, runner, *given)
 
+    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 2.0)  # which it waits for in vain
     real, begin, others = HostPass.steps, OtherRank.__init__, []
     monkeypatch.setattr(HostPass, "steps", breaking)
     monkeypatch.setattr(OtherRank, "__init__", beginning)
