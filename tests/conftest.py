@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,19 +15,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SACCADE_DEBUG", "1")
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():  # Triton kernels run in its interpreter, which must be known before it is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if TYPE_CHECKING:
+    from saccade import LLM
 
-from engine_helpers import FIVE, GREEDY, make, tokens
-from kv_helpers import PoisonedStorage
-from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM
-from saccade.engine import config
-from saccade.engine.host import HostAttention
-from saccade.kv import view
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist's controller runs no test, and imports nothing that takes seconds."""
+    if config.pluginmanager.hasplugin("dsession"):
+        return
+    # Else what is left when the interpreter ends looks like a leak of the kernels' module. Cleanups run backwards:
+    # pytest's own, which collects garbage again and again, goes before.
+    config.add_cleanup(gc.unfreeze)
+    import torch
+
+    if not torch.cuda.is_available():  # Triton's kernels run in its interpreter, which must be known before its import
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection() -> None:
@@ -40,10 +44,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else what is left when the interpreter ends looks like a leak of the kernels' module
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_arrive() -> None:
     """A shell starts its background jobs with SIGINT ignored, which they and their children inherit: Ctrl-C of a test
@@ -55,6 +55,10 @@ def _interrupts_arrive() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _unwritten_keys_are_nan() -> Iterator[None]:
     """``KVView.from_tensors`` pages into poisoned storage: what is behind the last key must never matter."""
+    from kv_helpers import PoisonedStorage
+
+    from saccade.kv import view
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "KVStorage", PoisonedStorage)
         yield
@@ -63,6 +67,8 @@ def _unwritten_keys_are_nan() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _auto_is_the_cpu() -> Iterator[None]:
     """Tests that want a GPU name it; the others mean the same on every machine."""
+    from saccade.engine import config
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "best_device", lambda: "cpu")
         yield
@@ -72,24 +78,32 @@ def _auto_is_the_cpu() -> Iterator[None]:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads of 16 channels (the C++ kernels serve them), room
     for 2048 positions, byte tokenizer."""
+    from tiny_models import make_checkpoint
+
     return make_checkpoint("llama", tmp_path_factory.mktemp("tiny_llama"), max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="session")
 def far_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``tiny_llama`` with room for 2^17 positions: a request that still runs when a test looks, on any machine."""
+    from tiny_models import make_checkpoint
+
     return make_checkpoint("llama", tmp_path_factory.mktemp("far_llama"), max_position_embeddings=1 << 17)
 
 
 @pytest.fixture(scope="session")
 def odd_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of 12 channels, which the reference alone serves, row by row."""
+    from tiny_models import make_checkpoint
+
     settings = {"max_position_embeddings": 2048, "head_dim": 12}
     return make_checkpoint("llama", tmp_path_factory.mktemp("odd_llama"), **settings)
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama) -> Iterator[LLM]:
+    from engine_helpers import make
+
     engine = make(tiny_llama)
     yield engine
     assert engine.engine.pool.used_blocks == 0
@@ -98,12 +112,16 @@ def llm(tiny_llama) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
+    from tiny_models import random_ids
+
     return [random_ids(length, seed=length) for length in (230, 300, 129, 257, 333)]
 
 
 @pytest.fixture(scope="module")
 def solo(llm, prompts) -> list[list[int]]:
     """Each policy's greedy tokens for its own prompt, run alone."""
+    from engine_helpers import FIVE, GREEDY, tokens
+
     return [tokens(llm.generate(ids, GREEDY, policy=policy)[0]) for ids, policy in zip(prompts, FIVE)]
 
 
@@ -111,6 +129,8 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
+    from saccade.engine.host import HostAttention
+
     before = {name: vars(HostAttention)[name] for name in ("run", "whole", "context")}
     real = before["run"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ def planted_heads(
     """``q`` [heads, n, d], ``k``, ``v`` [kv_heads, n, d], whose logits q.k/sqrt(d) show a sink, vertical and
     slash lines and hot blocks, over noise. Directions 0..2 of the head carry sink, columns and blocks; the rest code
     positions for the slashes. ``equal_heads`` makes the query heads of a group equal."""
+    made = _planted_heads(heads, kv_heads, n, head_dim, seed, pattern, noise, equal_heads)
+    return made[0].clone(), made[1].clone(), made[2].clone()
+
+
+@lru_cache(maxsize=128)  # many tests ask for the same ones
+def _planted_heads(
+    heads: int, kv_heads: int, n: int, head_dim: int, seed: int, pattern: Planted, noise: float, equal_heads: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     rng = generator(seed)
     unit = math.sqrt(math.sqrt(head_dim))  # q and k each carry the root of the scale
     code_dim = head_dim - 3

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import fork_server
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "python_overhead.py"
 
 
 def test_counts_grow_with_the_batch_and_chains_begin_at_the_step():
     command = [
-        sys.executable,
         str(FILE),
         "--policies",
         "dense;psa(rank=cuboid)",
@@ -20,7 +19,9 @@ def test_counts_grow_with_the_batch_and_chains_begin_at_the_step():
         "1,4",
         "--chains",
     ]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    ran = fork_server.run(command)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()[1:]
     rows = [re.fullmatch(r"(\S+) +(\d+) +(\d+) +([\d.]+) +(\d+)  (\d+) \((\w+)\)", line) for line in lines[::2]]
     assert [(row[1], row[2]) for row in rows] == [(p, b) for p in ("dense", "psa(rank=cuboid)") for b in ("1", "4")]
     calls = [int(row[3]) for row in rows]

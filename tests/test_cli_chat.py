@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import fork_server
 import pexpect
 import pytest
+from pexpect.fdpexpect import fdspawn
 
 from saccade import LLM, SamplingParams
 from saccade.cli.chat import talk
@@ -46,22 +49,23 @@ PROMPT = r"\x1b\[\?2004h"  # the prompt takes pastes
 
 
 @contextmanager
-def terminal(*arguments: str) -> Iterator[pexpect.spawn]:
-    """``saccade chat`` in a pseudo-terminal that answers no questions about itself."""
-    child = pexpect.spawn(
-        sys.executable,
-        ["-m", "saccade", "chat", *arguments],
-        timeout=60,
-        encoding="utf-8",
-        dimensions=(40, 200),
-        env={**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"},
-    )
+def terminal(*arguments: str) -> Iterator[fdspawn]:
+    """``saccade chat`` in a pseudo-terminal that answers no questions about itself; it ends in order."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 200))
+    env = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
+    process = fork_server.Forked(["-m", "saccade", "chat", *arguments], (theirs,) * 3, env=env, session=True)
+    os.close(theirs)
+    child = fdspawn(ours, timeout=60, encoding="utf-8")
     try:
         child.expect("Ctrl-D ends")
         child.expect(PROMPT)
         yield child
+        child.expect(pexpect.EOF)
+        assert process.wait(60) == 0
     finally:  # it would go on and on behind a test that fails
-        child.close(force=True)
+        process.kill()
+        child.close()
 
 
 def said(conversation, text: str) -> str:
@@ -242,6 +246,3 @@ def test_at_a_terminal(tmp_path):
         child.send("typed and dropped\x03")
         child.expect(PROMPT)
         child.send("\x04")
-        child.expect(pexpect.EOF)
-        child.close()
-        assert child.exitstatus == 0

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import fork_server
 import pytest
 
 from saccade.cli.main import main
@@ -74,13 +75,8 @@ def test_what_cannot_be_opened_is_one_line(args, capfd):
 
 def test_output_that_is_full_closed_or_unread(tmp_path, tiny_llama):
     """What cannot be written is one line and exit code 2; what nobody reads ends in silence."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(tmp_path), str(tiny_llama)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = fork_server.run(["-c", FORKS, str(tmp_path), str(tiny_llama)])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["full 2", "closed 0", "unread 0"]
     said = {name: (tmp_path / name).read_text(encoding="utf-8") for name in ("full", "closed", "unread")}
     assert said["full"].startswith("saccade: error: ")

@@ -1,9 +1,8 @@
 """Which kernels run, and what a user is told when they cannot."""
 
 import os
-import subprocess
-import sys
 
+import fork_server
 import pytest
 import torch
 from cpu_helpers import attend_cpu
@@ -47,9 +46,7 @@ def test_unknown_isa_lists_what_there_is(name):
 
 
 def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
+    return fork_server.run(["-c", code], env={**os.environ, **environment}, timeout=120)
 
 
 @needs_kernels

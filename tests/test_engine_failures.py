@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
+import fork_server
 import pytest
 from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
@@ -290,7 +289,7 @@ print("left", flush=True)
 
 def test_the_interpreter_ends_while_requests_run(tiny_llama):
     """No thread of the engine's is at work when the interpreter goes: C++ would end the process with SIGABRT."""
-    done = subprocess.run([sys.executable, "-c", LEAVING, str(tiny_llama)], capture_output=True, text=True, timeout=120)
+    done = fork_server.run(["-c", LEAVING, str(tiny_llama)], timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from saccade.ops import cpu
@@ -24,8 +24,9 @@ DEEPER = {"infinigen(skew=off)": 9, "vattention": 12, "twilight": 13}  # at whic
 def test_kernels_lie_close_below_a_step():
     """In a process of its own, since what watches kernels stays; answers cross the end of a block of 16 keys."""
     env = {name: value for name, value in os.environ.items() if name != "SACCADE_DEBUG"}  # whose checks lie deeper
-    command = [sys.executable, str(BENCHMARKS / "frames.py"), "--tokens", "298", "--answer", "9", "--chains"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=env)
+    command = [str(BENCHMARKS / "frames.py"), "--tokens", "298", "--answer", "9", "--chains"]
+    ran = fork_server.run(command, timeout=300, env=env)
+    assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()[1:]
     found = [(line.split(), ways) for line, *ways in zip(lines[::3], lines[1::3], lines[2::3])]
     assert [policy for (policy, *_), _ in found] == every_policy()

@@ -67,15 +67,19 @@ def check_batch(llm, cases: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "exact"),
+    ("model", "exact", "once"),
     quick(
-        [("llama", True), *((model, False) for model in MODELS)],
-        lambda model, exact: not exact and model in ("llama", list(MODELS)[-1]),
+        [("llama", False, True), ("llama", True, False), *((model, False, False) for model in MODELS)],
+        lambda model, exact, once: once or (not exact and model == list(MODELS)[-1]),
     ),
-    ids=["llama-exact", *MODELS],
+    ids=["llama-once", "llama-exact", *MODELS],
 )
-def test_a_batch_of_all_methods(engines, model, exact):
-    check_batch(engines(model, exact=exact), ALONE[model])
+def test_a_batch_of_all_methods(engines, model, exact, once):
+    """``once``: one prompt a policy, the short one or, for the next policy, the long one."""
+    policies = [policy for name, policy in KEYS if name == model]
+    of_policies = [[case for case in ALONE[model] if case["policy"] == policy] for policy in policies]
+    cases = [some[number % len(some)] for number, some in enumerate(of_policies)] if once else ALONE[model]
+    check_batch(engines(model, exact=exact), cases)
 
 
 @pytest.mark.slow

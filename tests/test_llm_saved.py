@@ -7,10 +7,9 @@ import os
 import pickle
 import random
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 import safetensors.torch
 import torch
@@ -85,7 +84,7 @@ session.save(sys.argv[1])
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "talk"
-    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=240)
+    ended = fork_server.run(["-c", code, str(path)], timeout=240)
     assert ended.returncode == -9, ended.stderr
     from saccade import LLM
 

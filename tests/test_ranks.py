@@ -12,12 +12,13 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import fork_server
 import pytest
 import torch
 from engine_helpers import finish
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM, SamplingParams
+from saccade import LLM, SamplingParams, ranks
 from saccade.engine import rank_link
 from saccade.engine.config import EngineConfig
 from saccade.engine.host_pass import HostPass
@@ -45,7 +46,7 @@ def make(folder, ranks: int, **options) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_llama):
+def engines(tiny_llama, quickly_started):
     """Those that ``pair`` has made: lists of an engine of one process and one of two."""
     made: list[tuple[LLM, LLM]] = []
     yield made
@@ -65,6 +66,13 @@ def pair(engines, tiny_llama):
         options = {"exact": False, "enable_prefix_caching": True}
         engines.append((make(tiny_llama, 1, **options), make(tiny_llama, 2, **options)))
     return engines[-1]
+
+
+@pytest.fixture(scope="module")
+def quickly_started():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "subprocess", fork_server.SUBPROCESS)
+        yield
 
 
 def greedy(count: int = 8, **more) -> SamplingParams:
@@ -354,6 +362,7 @@ def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
         others.append(runner)
         begin(self, group, pool, runner, *given)
 
+    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 2.0)  # which it waits for in vain
     real, begin, others = HostPass.steps, OtherRank.__init__, []
     monkeypatch.setattr(HostPass, "steps", breaking)
     monkeypatch.setattr(OtherRank, "__init__", beginning)

@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+import fork_server
 import pytest
 from engine_helpers import BLOCK_BYTES, make
 from server_helpers import FAR, FAR_BLOCKS, GREEDY, error, parsed, serving, until
@@ -19,7 +20,7 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
 from saccade.errors import CapacityError, EngineLost, ModelError
 from saccade.methods.policy import Policy
-from saccade.server import wire, wire_forms
+from saccade.server import engine_launch, wire, wire_forms
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import about_llm
 
@@ -30,6 +31,13 @@ def config(folder, **settings) -> EngineConfig:
     return EngineConfig.of(
         model=folder, dtype="float32", kv_memory=FAR_BLOCKS * BLOCK_BYTES, prefill_chunk=64, max_requests=4, **settings
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly_started():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_launch, "subprocess", fork_server.SUBPROCESS)
+        yield
 
 
 @pytest.fixture(scope="module")

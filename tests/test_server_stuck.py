@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import fork_server
 import httpx
 import pytest
 from engine_helpers import BLOCK_BYTES, make
@@ -101,6 +102,7 @@ def hang(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STUCK_ENGINE", str(file))
         patch.setattr(engine_launch, "PROGRAM", (sys.executable, str(program)))
+        patch.setattr(engine_launch, "subprocess", fork_server.SUBPROCESS)
         yield file
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.selection import Selection
@@ -22,5 +20,5 @@ def check(kv: KVView, selection: Selection) -> None:
     if paged.block_table.shape[1] < blocks:
         raise SaccadeError(f"a block table of {paged.block_table.shape[1]} blocks for {kv.length} keys")
     slots = paged.block_table[:, :blocks]
-    if bool(torch.any(slots >= paged.k.shape[0])):
+    if slots.numel() and int(slots.max()) >= paged.k.shape[0]:
         raise SaccadeError(f"a block lies in slot {int(slots.max())}, but the pool has {paged.k.shape[0]}")

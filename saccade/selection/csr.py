@@ -35,8 +35,10 @@ def check_csr(offsets: Tensor, indices: Tensor, most_lists: int, lists_per_unit:
         raise SaccadeError(f"{lists} index lists do not divide the {most_lists} lists of all query heads")
     if int(offsets[0]) != 0 or int(offsets[-1]) != indices.numel() or bool((offsets.diff() < 0).any()):
         raise SaccadeError("offsets must rise from 0 to the number of indices")
-    same_list = list_ids(offsets)[1:] == list_ids(offsets)[:-1]
-    if bool((indices.diff()[same_list] <= 0).any()):
+    rises = torch.ones(indices.numel() + 1, dtype=torch.bool, device=indices.device)
+    rises[1:-1] = indices[1:] > indices[:-1]
+    rises[offsets] = True  # where a list begins, whatever the one before it ended with
+    if not bool(rises.all()):
         raise SaccadeError("indices must be sorted and unique within each list")
 
 

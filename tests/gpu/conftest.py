@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +19,8 @@ with torch.device("cpu"):
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
-        here = [item for item in items if Path(__file__).parent in item.path.parents]
+        folder = f"{Path(__file__).parent}{os.sep}"
+        here = [item for item in items if str(item.path).startswith(folder)]
         for item in here:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
