@@ -1,0 +1,169 @@
+"""The statistics of benchmarks/paper_figures.py against loops over tiny tensors, and the page of their rows."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import make
+from tiny_models import random_ids
+
+from saccade.engine.observe import observing
+from saccade.methods.policy import Policy, parse_method
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import paper_captures
+import paper_measures
+import paper_page
+import paper_stats as stats
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn_sets(*shape: int, share: float = 0.3, seed: int = 0) -> torch.Tensor:
+    return torch.rand(shape, generator=rng(seed)) < share
+
+
+def test_history_is_what_steps_before_read_by_place_and_by_distance():
+    heads, steps, n, back = 2, 7, 13, 3
+    sets = drawn_sets(heads, steps, n)
+    position, distance = stats.history(sets, back)
+    for head in range(heads):
+        for step in range(back, steps):
+            at, moved = set(), set()
+            for ago in range(1, back + 1):
+                keys = sets[head, step - ago].nonzero()[:, 0].tolist()
+                at |= set(keys)
+                moved |= {key + ago for key in keys if key + ago < n}
+            assert set(position[head, step - back].nonzero()[:, 0].tolist()) == at
+            assert set(distance[head, step - back].nonzero()[:, 0].tolist()) == moved
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_near_keys_and_clusters_are_those_of_a_loop(distance):
+    before, after = drawn_sets(5, 40, seed=1), drawn_sets(5, 40, seed=2)
+    after[4] = False  # nothing at all
+    close, met = stats.near(after, distance), stats.clusters_met(before, after, distance)
+    for row in range(5):
+        keys, given = after[row].nonzero()[:, 0].tolist(), before[row].nonzero()[:, 0].tolist()
+        near = [any(0 < abs(key - other) <= distance for other in keys) for key in keys]
+        assert close[row] == pytest.approx(sum(near) / max(1, len(keys)))
+        groups: list[list[int]] = []
+        for key in keys:
+            if groups and key - groups[-1][-1] <= distance:
+                groups[-1].append(key)
+            else:
+                groups.append([key])
+        hit = [any(abs(key - other) <= distance for key in group for other in given) for group in groups]
+        assert met[row] == pytest.approx(sum(hit) / max(1, len(groups)))
+
+
+def test_spread_keeps_within_the_keys():
+    mask = torch.tensor([[True, False, False, False, True]])
+    assert stats.spread(mask, stats.NEIGHBOURS).tolist() == [[True, True, True, True, True]]
+    assert stats.spread(mask, (2,)).tolist() == [[True, False, True, False, True]]
+
+
+def test_line_share_counts_the_heaviest_columns_and_diagonals_once():
+    rows, n = torch.tensor([9, 14, 19]), 20
+    distance = rows[:, None] - torch.arange(n)
+    weights = torch.rand(3, n, generator=rng(3), dtype=torch.float64) * (distance >= 0)
+    sums = {("column", key): float(weights[:, key].sum()) for key in range(n)}
+    for back in range(n):
+        sums["diagonal", back] = float(weights[distance == back].sum())
+    best = sorted(sums, key=lambda line: -sums[line])[:4]
+    kept = sum(
+        float(weights[row, key])
+        for row in range(3)
+        for key in range(n)
+        if distance[row, key] >= 0 and (("column", key) in best or ("diagonal", int(distance[row, key])) in best)
+    )
+    assert stats.line_share(weights, distance, 0.1) == pytest.approx(kept / float(weights.sum()))
+
+
+def test_bounds_of_pages_and_the_best_mass():
+    q, keys = torch.randn(3, 8, generator=rng(4)), torch.randn(21, 8, generator=rng(5))
+    scores = stats.page_scores(q, keys, 4)
+    products = q @ keys.T
+    assert (scores >= products - 1e-5).all()
+    for key in range(21):
+        page = keys[key // 4 * 4 : key // 4 * 4 + 4]
+        bound = torch.maximum(q * page.amin(0), q * page.amax(0)).sum(-1)
+        torch.testing.assert_close(scores[:, key], bound)
+    weights = torch.softmax(products.double(), -1)
+    for count in (0, 1, 5, 21):
+        most = stats.best_mass(weights, torch.full((3,), count))
+        torch.testing.assert_close(most, weights.topk(count, -1).values.sum(-1))
+    assert stats.variation(weights[0], weights[1]) == pytest.approx(float((weights[0] - weights[1]).clamp(min=0).sum()))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama):
+    return make(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def run(llm):
+    return paper_captures.captured(llm, random_ids(200, seed=7), 24, None)
+
+
+def test_a_capture_has_the_attention_that_ran(run, llm):
+    ids, seen = random_ids(200, seed=7), {}
+
+    def look(call):
+        if call.phase == "decode":
+            seen[call.layer, call.selection.shape.q_start] = call.out[:, 0].double().clone()
+
+    message = paper_captures.AddRequest(
+        paper_captures.new_request_id(), ids, paper_captures.SamplingParams(temperature=0, max_tokens=1), Policy(), decoded=24
+    )
+    with observing(llm.engine, look), llm.loop.asked([message]) as streams:
+        paper_captures.finished(streams)
+    assert run.context == 176
+    for layer in run.layers:
+        out = layer.outputs(layer.weights(run.steps))
+        for at, row in enumerate(run.steps.tolist()):
+            torch.testing.assert_close(out[:, at], seen[layer.number, row], atol=1e-5, rtol=1e-4)
+
+
+def test_methods_decode_over_it_as_they_say(run):
+    layer = run.layers[1]
+    weights = layer.weights(run.steps)
+    for at, step in enumerate(paper_captures.decoded(run, layer, parse_method("topk(k=9, unit=q_head)"))):
+        own = weights[:, at, : step.row + 1]
+        assert torch.equal(step.mask(), stats.heaviest(own, 9))
+    ratio = {}
+    for s in (1, 4):
+        method = parse_method(f"cis(k=16, sinks=0, local=1, tau=-1, s={s})")
+        ratio[s] = [step.query.cost.searches / len(layer.q) for step in paper_captures.decoded(run, layer, method)]
+    assert ratio[1] == [1] * 24
+    assert ratio[4] == [float(step % 4 == 0) for step in range(24)]
+
+
+def test_every_part_measures_and_the_bias_bounds_what_is_lost(run):
+    found = paper_measures.measure(run, list(paper_measures.PARTS), 64)
+    assert found
+    by_figure = defaultdict(set)
+    for (figure, what), values in found.items():
+        by_figure[figure].add(what)
+        assert all(torch.isfinite(one.double()).all() for one in values), (figure, what)
+    least = torch.cat(found["PrHS Fig. 1b", "top-k oracle"]).double().mean()
+    for name in ("CIS, r=1", "Quest", "H2O", "SnapKV", "shared for 2 steps", "random keys"):
+        lost = torch.stack([one.double() for one in found["PrHS eq. 8 mass dropped", name]])
+        assert (lost >= -1e-12).all()
+        assert torch.cat(found["PrHS Fig. 1b", name]).double().mean() > least
+    # Lemma 3 is of sets that are the best keys of what is taken for the weights
+    for name in ("shared for 2 steps", "H2O"):
+        assert by_figure["PrHS eq. 8 bias"] >= {name}
+    for one in found["PrHS eq. 8 beyond the oracle's", "top-k oracle"]:
+        torch.testing.assert_close(one, torch.zeros_like(one), atol=1e-9, rtol=0)
