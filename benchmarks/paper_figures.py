@@ -21,7 +21,6 @@ import torch
 from paper_captures import captured, text_of, tokens_of
 from paper_measures import PARTS, measure
 from paper_page import page
-
 from window_perplexity import losses
 
 from saccade import LLM
@@ -50,7 +49,9 @@ def windows(llm: LLM, ids: list[int]) -> list[dict[str, str]]:
         ratio = (float(apart.mean().add(shift).exp()) for shift in (0, -off, off))
         same = {"figure": "PrHS Table VI perplexity", "what": policy}
         found.append(same | dict(zip(("mean", "low", "high"), (f"{one:.5f}" for one in ratio))))
-        found.append({"figure": "PrHS Table VI pairs read", "what": policy, "mean": f"{pairs:.4f}", "low": "", "high": ""})
+        found.append(
+            {"figure": "PrHS Table VI pairs read", "what": policy, "mean": f"{pairs:.4f}", "low": "", "high": ""}
+        )
     return found
 
 

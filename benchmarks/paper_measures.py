@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import paper_stats as stats
 import torch
 from paper_captures import Captured, Layer, Step, decoded, prompt_chunk
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, pad
+from torch.nn.functional import cosine_similarity
 
 from saccade.eval.micro import sample_positions
 from saccade.kv.view import KVView
@@ -24,7 +25,6 @@ from saccade.methods.lfps import LFPS
 from saccade.methods.policy import parse_method
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
-from saccade.ops.prehoc import information_loss
 
 Found = defaultdict[tuple[str, str], list[Tensor]]
 
@@ -207,13 +207,13 @@ def dilation(run: Captured, layer: Layer, found: Found, budget: int) -> None:
 def errors(run: Captured, layer: Layer, found: Found, budget: int) -> None:
     """PrHS, Fig. 1, and eq. 8 with P1, P2 and QAA, of every decode method."""
     weights = layer.weights(run.steps)
-    true = layer.outputs(weights)
+    true, best = layer.outputs(weights), stats.best_masses(weights)
     for name, text in methods(budget).items():
         surrogate = surrogate_of(parse_method(text), layer, run)
         for at, step in enumerate(decoded(run, layer, parse_method(text))):
             own, read = weights[:, at, : step.row + 1], step.mask()
             dropped = 1 - (own * read).sum(-1)
-            least = 1 - stats.best_mass(own, read.sum(-1))
+            least = 1 - best[:, at].gather(-1, read.sum(-1, keepdim=True))[:, 0]
             cost = step.query.cost
             for figure, value in (
                 ("PrHS Fig. 1a", 2 * dropped),  # L1 between the weights and those that are left, renormalised
@@ -246,10 +246,12 @@ def surrogate_of(method: object, layer: Layer, run: Captured) -> Callable[[Step,
         return torch.softmax(scores.double() * layer.scale, -1)
 
     def over(sums: Tensor, keys: int) -> Tensor:
-        """``sums`` [heads, m] as a distribution; what they leave of 1 lies evenly on later keys, if there are any."""
+        """``sums`` [heads, m] and what they leave of 1, evenly on the later keys."""
         spare = (1 - sums.sum(-1, keepdim=True)).clamp(min=0)
         later = keys - sums.shape[-1]
-        return torch.cat([sums, (spare / max(1, later)).expand(-1, later)], -1) if later else sums / sums.sum(-1)[:, None]
+        return (
+            torch.cat([sums, (spare / max(1, later)).expand(-1, later)], -1) if later else sums / sums.sum(-1)[:, None]
+        )
 
     if isinstance(method, Quest):
         size = method.block_size
@@ -264,7 +266,8 @@ def surrogate_of(method: object, layer: Layer, run: Captured) -> Callable[[Step,
     if type(method) in (SnapKV, AdaKV):
         assert isinstance(method, SnapKV)
         view = KVView.from_tensors(layer.k, layer.v)
-        votes = method.votes(prompt_chunk(layer, view, run.context, method.tail_rows)).double() / method.tail_rows
+        window = replace(method, kernel=1)  # their weights, before neighbours join them
+        votes = window.votes(prompt_chunk(layer, view, run.context, method.tail_rows)).double() / method.tail_rows
         return lambda step, weights: over(votes, step.row + 1)
     if isinstance(method, H2O):
 

@@ -98,9 +98,12 @@ BY_METHOD = {
         "PrHS, eq. 7: posterior bias",
         "Total variation distance between true weights and what a method takes for them: accumulated weights (H2O), "
         "the last rows' (SnapKV, Ada-KV), bounds of pages (Quest), a few channels (Double Sparsity), the weights of "
-        "the step or query whose keys are shared, equal ones (StreamingLLM). Methods that rank by no weights have none.",
+        "the step or query whose keys are shared, equal ones (StreamingLLM). Others have none.",
     ),
-    "PrHS eq. 8 dropped at most (P1)": ("PrHS, eq. 8 (P1): the bound", "On the dropped mass: the oracle's and twice the bias."),
+    "PrHS eq. 8 dropped at most (P1)": (
+        "PrHS, eq. 8 (P1): the bound",
+        "On the dropped mass: the oracle's and twice the bias.",
+    ),
     "PrHS eq. 8 says nothing (P2)": (
         "PrHS, P2: where the bound says nothing",
         "Share of heads and steps in which the bound on the dropped mass is 1 or more.",
@@ -121,12 +124,12 @@ def page(rows: Sequence[Row]) -> str:
     out = [
         "# The papers' figures on real models",
         "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M; all layers whose attention sees "
-        "everything (of G three of 18), all heads, float32, truth in float64. Contexts of 1,024 and 4,096 tokens, the last 96 of "
-        f"them decode steps of the text itself. Means over layers, heads, steps and the texts {', '.join(texts)} (the "
-        "code: this repository's own); deciles and single texts are in [paper-figures.csv](paper-figures.csv). "
+        "everything (of G three of 18), all heads, float32, truth in float64. Contexts of 1,024 and 4,096 tokens, the "
+        "last 96 of them decode steps of the text itself. Means over layers, heads, steps and the texts "
+        f"{', '.join(texts)} (this repository's code); deciles and single texts are in [paper-figures.csv](paper-figures.csv). "
         "[What the papers claim](../claims.md), judged.",
-        "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade --length 1024 "
-        "--length 4096 --windows \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```",
+        "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade "
+        "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```",
     ]
     for figure, (title, said) in SECTIONS.items():
         if any(row["figure"] == figure for row in text):

@@ -95,10 +95,9 @@ def relative(out: Tensor, true: Tensor) -> Tensor:
     return (out.double() - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=1e-30)
 
 
-def best_mass(weights: Tensor, count: Tensor) -> Tensor:
-    """What the ``count`` heaviest keys of each row hold: [..., n] and int64 [...] -> [...]."""
-    rising = torch.nn.functional.pad(weights.sort(-1, descending=True).values.cumsum(-1), (1, 0))
-    return rising.gather(-1, count[..., None])[..., 0]
+def best_masses(weights: Tensor) -> Tensor:
+    """What the 0, 1, 2, ... heaviest keys of each row hold: [..., n] -> [..., n + 1]."""
+    return torch.nn.functional.pad(weights.sort(-1, descending=True).values.cumsum(-1), (1, 0))
 
 
 def page_scores(q: Tensor, keys: Tensor, size: int) -> Tensor:
