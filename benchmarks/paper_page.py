@@ -126,7 +126,7 @@ def page(rows: Sequence[Row]) -> str:
         "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M; all layers whose attention sees "
         "everything (of G three of 18), all heads, float32, truth in float64. Contexts of 1,024 and 4,096 tokens, the "
         "last 96 of them decode steps of the text itself. Means over layers, heads, steps and the texts "
-        f"{', '.join(texts)} (this repository's code); deciles and single texts are in [paper-figures.csv](paper-figures.csv). "
+        f"{', '.join(texts)} (this repository's code); deciles, single texts: [paper-figures.csv](paper-figures.csv). "
         "[What the papers claim](../claims.md), judged.",
         "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade "
         "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```",

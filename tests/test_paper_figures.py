@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from saccade.outputs import finished
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import paper_captures
+import paper_figures
 import paper_measures
+import paper_page
 import paper_stats as stats
 
 
@@ -185,3 +189,55 @@ def test_what_methods_take_for_the_weights_is_a_distribution_that_bounds_what_th
             dropped = 1 - (own * stats.heaviest(guess, 20)).sum(-1)
             assert (dropped <= 1 - best[:, at, 20] + 2 * stats.variation(own, guess) + 1e-9).all(), name
     assert known >= 12
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+TRIPLE = re.compile(r"(?<![\d./])(\d+(?:\.\d+)?) / (\d+(?:\.\d+)?) / (\d+(?:\.\d+)?)( %)?(?![\d./])")
+
+
+def means() -> dict[tuple[str, ...], dict[str, float]]:
+    """By figure, line, length and kind of rows the models' means over texts."""
+    found = defaultdict(lambda: defaultdict(list))
+    for row in paper_figures.read_rows(DOCS / "results/paper-figures.csv"):
+        if row["mean"]:
+            key = row["figure"], row["what"], row["length"], row["rows"]
+            found[key][row["model"]].append(float(row["mean"]))
+    return {key: {model: fmean(values) for model, values in own.items()} for key, own in found.items()}
+
+
+def test_the_page_is_that_of_its_rows():
+    rows = paper_figures.read_rows(DOCS / "results/paper-figures.csv")
+    assert (DOCS / "results/paper-figures.md").read_text(encoding="utf-8") == paper_page.page(rows)
+
+
+def test_figures_of_three_models_in_the_claims_are_measured_ones():
+    """``0.69 / 0.69 / 0.58``: S, Q and G of one line of the data."""
+    known = [own for own in means().values() if len(own) == len(paper_page.MODELS)]
+    said = TRIPLE.findall((DOCS / "claims.md").read_text(encoding="utf-8"))
+    assert len(said) > 60
+    for *numbers, percent in said:
+        factor = 100 if percent else 1
+        assert any(
+            all(
+                abs(float(text) - factor * own[model]) <= 0.5000001 * 10 ** -len(text.partition(".")[2])
+                for text, model in zip(numbers, paper_page.MODELS)
+            )
+            for own in known
+        ), " / ".join(numbers)
+
+
+def test_every_row_of_the_claims_says_on_what_it_was_measured():
+    rows = [
+        [cell.strip() for cell in line.strip("| \n").split(" | ")]
+        for line in (DOCS / "claims.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith("| claim")
+    ]
+    assert len(rows) > 70
+    kinds = {"S", "Q", "G", "toy", "synthetic", "random weights", "costs"}
+    for cells in rows:
+        assert len(cells) == 6, cells[0]
+        on = {re.sub(r" \(.*?\)", "", one) for one in cells[3].split(", ")}
+        assert on <= kinds or on == {"-"}, cells[0]
+        if on == {"-"}:
+            assert cells[4] in ("*larger*", "*not measured*", "*not built*", "*a picture*", "no"), cells[0]
+            assert cells[5], cells[0]

@@ -11,7 +11,6 @@ from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
-from saccade.methods.prehoc import LOCALITY, PSAW
 from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
@@ -103,21 +102,19 @@ class Checks:
                 self.calibrations.layer((method.calibration,), 0)
 
     def located(self, policy: Policy) -> tuple[Policy, str | None]:
-        """``policy`` with the windows that the model's measured locality allows, and a sentence on where they are from;
-        itself and None where no window asks for it. PolicyError for a calibration that cannot be used."""
+        """``policy`` with its window where the model's calibration allows it, and a sentence on that; itself and None
+        where no window asks for one. PolicyError for a calibration that cannot be used."""
         window, spec = policy.window, self.model.spec
-        if not isinstance(window, PSAW) or window.start_layer is not None or not window.acts(spec.layers):
+        if window is None or window.calibration is None or not window.acts(spec.layers):
             return policy, None
-        if not self.calibrations.has(LOCALITY):
-            return policy, (
-                f"'{window.name}' hides keys from the deepest quarter of the layers, however far these look: the "
-                f"locality of this model is not measured; saccade calibrate {LOCALITY} does"
-            )
-        known = [self.calibrations.layer((LOCALITY,), layer) for layer in range(spec.layers)]
-        own = [None if one is None or wide is not None else one[LOCALITY] for one, wide in zip(known, spec.windows)]
-        found = window.measured(own)
-        where = f"from layer {found.start_layer} on" if found.acts(spec.layers) else "in no layer"
-        return replace(policy, window=found), f"'{window.name}' hides keys {where}, by this model's measured locality"
+        kind, layers = window.calibration, None
+        if self.calibrations.has(kind):
+            layers = [
+                self.calibrations.layer((kind,), layer) if own is None else None
+                for layer, own in enumerate(spec.windows)
+            ]
+        window, said = window.calibrated(layers)
+        return replace(policy, window=window), said
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

@@ -16,7 +16,7 @@ tokens and depend on nothing but positions and lengths. Where the paper is silen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -78,6 +78,20 @@ class PSAW(WindowMethod):
     def at(self, layer: int, layers: int) -> Cone | None:
         share = depth_share(self.phi, self.alpha, layer, layers, self.start_layer)
         return Cone(share, self.sinks, self.local, self.block_size) if share > 0 else None
+
+    @property
+    def calibration(self) -> str | None:
+        return LOCALITY if self.start_layer is None else None
+
+    def calibrated(self, layers: Sequence[Mapping[str, Tensor] | None] | None) -> tuple[PSAW, str]:
+        if layers is None:
+            return self, (
+                f"'{self.name}' hides keys from the deepest quarter of the layers, however far these look: the "
+                f"locality of this model is not measured; saccade calibrate {LOCALITY} does"
+            )
+        found = self.measured([None if one is None else one[LOCALITY] for one in layers])
+        where = f"from layer {found.start_layer} on" if found.acts(len(layers)) else "in no layer"
+        return found, f"'{self.name}' hides keys {where}, by this model's measured locality"
 
     def measured(self, far: Sequence[Tensor | None]) -> PSAW:
         """With the first layer, from l_s on, from which every deeper one has at most ``MOST_HIDDEN`` of its weight
