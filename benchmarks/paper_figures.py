@@ -21,7 +21,7 @@ import torch
 from paper_captures import captured, text_of, tokens_of
 from paper_measures import PARTS, measure
 from paper_page import page
-from window_perplexity import losses
+from window_perplexity import POLICIES, losses
 
 from saccade import LLM
 from saccade.files import write_text
@@ -43,7 +43,8 @@ def windows(llm: LLM, ids: list[int]) -> list[dict[str, str]]:
     """Perplexity of the last quarter of a prefill beside dense's, by window and freeze: the ratio and its paired 95 %
     interval over tokens; and the pairs read."""
     found, dense = [], None
-    for policy, own, pairs in losses(llm, [(ids, len(ids) // 4)]):
+    policies = [policy for policy in POLICIES if "psi=0.2" not in policy]  # freezes into the last quarter
+    for policy, own, pairs in losses(llm, [(ids, len(ids) // 4)], policies):
         dense = own if dense is None else dense
         apart, off = own - dense, 1.96 * float((own - dense).std()) / len(own) ** 0.5
         ratio = (float(apart.mean().add(shift).exp()) for shift in (0, -off, off))

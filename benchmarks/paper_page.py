@@ -120,14 +120,15 @@ def page(rows: Sequence[Row]) -> str:
     if not rows:
         raise SystemExit("no rows: measure some first")
     text = [r for r in rows if r["rows"] == "text"]
-    texts = sorted({row["text"] for row in text})
+    lengths = sorted({int(row["length"]) for row in text})
+    ran = "; ".join(f"{length:,} tokens of {_texts(text, length)}" for length in lengths)
     out = [
         "# The papers' figures on real models",
         "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M; all layers whose attention sees "
-        "everything (of G three of 18), all heads, float32, truth in float64. Contexts of 1,024 and 4,096 tokens, the "
-        "last 96 of them decode steps of the text itself. Means over layers, heads, steps and the texts "
-        f"{', '.join(texts)} (this repository's code); deciles, single texts: [paper-figures.csv](paper-figures.csv). "
-        "[What the papers claim](../claims.md), judged.",
+        "everything (of G three of 18), all heads, float32, truth in float64. The last 96 tokens are decode steps of "
+        "the text itself.\nMeans over layers, heads, steps and texts, the "
+        f"last of which is this repository's code: {ran}.\n"
+        "Deciles and single texts: [paper-figures.csv](paper-figures.csv). [What the papers claim](../claims.md), judged.",
         "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade "
         "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```",
     ]
@@ -144,6 +145,17 @@ def page(rows: Sequence[Row]) -> str:
         if own:
             out += [f"## {title}", said, table(own, "method")]
     return "\n\n".join(out) + "\n"
+
+
+def _texts(rows: Sequence[Row], length: int) -> str:
+    """The texts of ``length`` tokens; where not every model has all, by model."""
+    models: dict[str, list[str]] = {}
+    for row in rows:
+        if row["length"] == str(length) and row["text"] not in models.setdefault(MODELS[row["model"]], []):
+            models[MODELS[row["model"]]].append(row["text"])
+    if len({tuple(sorted(own)) for own in models.values()}) == 1 and len(models) == len(MODELS):
+        return ", ".join(sorted(next(iter(models.values()))))
+    return ", ".join(f"{' and '.join(sorted(own))} ({model})" for model, own in sorted(models.items()))
 
 
 def table(rows: Sequence[Row], first: str = "") -> str:
