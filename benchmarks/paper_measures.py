@@ -37,7 +37,8 @@ SHARING = [(anchors, s) for anchors in ("retrieved", "any") for s in (8, 16, 20,
 
 def methods(budget: int) -> dict[str, str]:
     """Decode methods by what they are called in the tables; those with a budget read ``budget`` keys in all, CIS and
-    HShare with the paper's parts of it: 16 first, 64 last and 432 others of 512. All choose for each query head."""
+    HShare with the paper's parts of it: 16 first, 64 last and 432 others of 512. They choose for each query head where
+    they can: ArkVale, LoopServe and those without a budget choose as they do by default."""
     sinks, local = budget // 32, budget // 8
     rest = budget - sinks - local
     ends = f"sinks={sinks}, local={local}"

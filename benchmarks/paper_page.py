@@ -128,12 +128,15 @@ def page(rows: Sequence[Row]) -> str:
         "everything (of G three of 18), all heads, float32, truth in float64. The last 96 tokens are decode steps of "
         "the text itself.\nMeans over layers, heads, steps and texts, the "
         f"last of which is this repository's code: {ran}.\n"
-        "Deciles and single texts: [paper-figures.csv](paper-figures.csv). [What the papers claim](../claims.md), judged.",
+        "Deciles, single texts: [paper-figures.csv](paper-figures.csv). [What the papers claim](../claims.md), judged.",
         "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade "
-        "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```",
+        "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```\n\n"
+        "With `--windows` it measures the perplexities.",
     ]
     for figure, (title, said) in SECTIONS.items():
         if any(row["figure"] == figure for row in text):
+            ran = [_texts([r for r in text if r["figure"] == figure], length) for length in lengths]
+            said = " ".join([said, *(f"Texts: {one}." for one in ran if "(" in one)])
             out += [f"## {title}", said, table([r for r in text if r["figure"] == figure and "layer" not in r["what"]])]
             layers = by_layer([r for r in text if r["figure"] == figure and ", layer " in r["what"]])
             out += [layers] if layers else []

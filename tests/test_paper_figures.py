@@ -200,7 +200,8 @@ def means() -> dict[tuple[str, ...], dict[str, float]]:
     found = defaultdict(lambda: defaultdict(list))
     for row in paper_figures.read_rows(DOCS / "results/paper-figures.csv"):
         if row["mean"]:
-            key = row["figure"], row["what"], row["length"], row["rows"]
+            length = "" if row["figure"].endswith("perplexity") else row["length"]  # which has one a model
+            key = row["figure"], row["what"], length, row["rows"]
             found[key][row["model"]].append(float(row["mean"]))
     return {key: {model: fmean(values) for model, values in own.items()} for key, own in found.items()}
 
