@@ -126,8 +126,8 @@ def page(rows: Sequence[Row]) -> str:
         "# The papers' figures on real models",
         "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M; all layers whose attention sees "
         "everything (of G three of 18), all heads, float32, truth in float64. The last 96 tokens are decode steps of "
-        "the text itself.\nMeans over layers, heads, steps and texts, the "
-        f"last of which is this repository's code: {ran}.\n"
+        "the text itself.\nMeans over layers, heads, steps and texts "
+        f"(`saccade`: this repository's code): {ran}.\n"
         "Deciles, single texts: [paper-figures.csv](paper-figures.csv). [What the papers claim](../claims.md), judged.",
         "```\npython benchmarks/paper_figures.py smollm2 -f dracula.txt -f pride-and-prejudice.txt -f saccade "
         "--length 1024 \\\n  --out docs/results/paper-figures.csv --page docs/results/paper-figures.md\n```\n\n"
