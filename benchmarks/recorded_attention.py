@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 
+import paper_stats as stats
 import torch
 from torch import Tensor
 
@@ -48,21 +49,13 @@ class Recorder:
     def step(self, layer: int, weights: Tensor) -> None:
         """``weights`` fp32 [heads, n] of one decode step."""
         heads, n = weights.shape
-        heavy = torch.zeros(heads, n, dtype=torch.bool)
-        heavy.scatter_(1, weights.topk(max(1, round(SHARE * n))).indices, True)
-        count = heavy.sum(1)
+        heavy = stats.heaviest(weights, max(1, round(SHARE * n)))
         before = self.before.get(layer)
         if before is not None and before.shape[1] == n - 1:
             before = torch.nn.functional.pad(before, (0, 1))
-            self.overlap.append((heavy & before).sum(1) / count)
-            wide = before.clone()
-            for offset in (-1, 1, 2):
-                wide |= shifted(before, offset)
-            self.expanded.append((heavy & wide).sum(1) / count)
-        close = torch.zeros_like(heavy)
-        for offset in (-2, -1, 1, 2):
-            close |= shifted(heavy, offset)
-        self.near.append((heavy & close).sum(1) / count)
+            self.overlap.append(stats.held(heavy, before))
+            self.expanded.append(stats.held(heavy, stats.spread(before, stats.NEIGHBOURS)))
+        self.near.append(stats.near(heavy, 2))
         self.before[layer] = heavy
         held = torch.nn.functional.pad(weights, (0, -n % BLOCK)).view(heads, -1, BLOCK).sum(-1)
         reached = held.sort(1, descending=True).values.cumsum(1)
@@ -74,26 +67,8 @@ class Recorder:
         for head in range(call.selection.shape.kv_heads):
             parts = [true for true in true_rows(call, rows) if true.heads.start == head * call.selection.shape.group]
             weights = torch.cat([true.weights() for true in parts], 1)  # [group, r, n]
-            n = weights.shape[-1]
-            distance = (start + rows)[:, None] - torch.arange(n)
-            for own in weights:
-                columns = own.sum(0)
-                diagonals = torch.zeros(n).index_add_(0, distance.clamp(min=0).flatten(), own.flatten())
-                taken = torch.cat([columns, diagonals]).topk(2 * n // 10).indices
-                column = torch.zeros(n, dtype=torch.bool).index_fill_(0, taken[taken < n], True)
-                diagonal = torch.zeros(n, dtype=torch.bool).index_fill_(0, taken[taken >= n] - n, True)
-                read = column | diagonal[distance.clamp(min=0)]
-                self.lines.append(((own * read).sum() / own.sum()).reshape(1))
-
-
-def shifted(mask: Tensor, offset: int) -> Tensor:
-    """``mask`` [heads, n], each key's mark moved ``offset`` places on."""
-    out = torch.zeros_like(mask)
-    if offset > 0:
-        out[:, offset:] = mask[:, :-offset]
-    else:
-        out[:, :offset] = mask[:, -offset:]
-    return out
+            distance = (start + rows)[:, None] - torch.arange(weights.shape[-1])
+            self.lines += [torch.tensor([stats.line_share(own, distance, 0.1)]) for own in weights]
 
 
 def said(name: str, values: list[Tensor]) -> str:

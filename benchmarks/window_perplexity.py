@@ -11,8 +11,11 @@ half of every --length tokens of a file instead, for a checkpoint of your own (-
 from __future__ import annotations
 
 import argparse
-import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from saccade import LLM, SamplingParams
 from saccade.eval.render import gold_answer, render
@@ -34,6 +37,27 @@ POLICIES = (
     "dense+psaw(phi=0.7,alpha=1)+etf(psi=0.5,gamma=1)",
 )
 TASKS = ("single", "multikey", "multivalue", "vt", "words", "common", "legend", "span_copy", "table_copy")
+
+
+def losses(
+    llm: LLM, texts: Sequence[tuple[list[int], int]], policies: Sequence[str] = POLICIES
+) -> Iterator[tuple[str, Tensor, float]]:
+    """By policy the losses in nats of the last tokens of each text, float64 [tokens], and the share of causal pairs
+    that prefills read. ``texts``: token ids, and how many of the last are measured."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for policy in policies:
+        found: list[float] = []
+        attended = causal = 0.0
+        for ids, measured in texts:
+            (output,) = llm.generate([ids], params, policy=policy)
+            assert output.prompt_logprobs is not None, output.error
+            for place in range(len(ids) - measured, len(ids)):
+                chosen = output.prompt_logprobs[place]
+                assert chosen is not None
+                found.append(-chosen[ids[place]].logprob)
+            attended += output.report["prefill"]["keys_attended"]
+            causal += output.report["prefill"]["keys_causal"]
+        yield policy, torch.tensor(found, dtype=torch.float64), attended / causal
 
 
 def main() -> None:
@@ -61,27 +85,13 @@ def main() -> None:
         parser.error(
             f"{args.text} holds fewer than length={args.length} tokens; give a longer file or a smaller length"
         )
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     print(f"{args.model}, {args.dtype}, {len(texts)} texts of {args.length} tokens\n")
     print("| policy | perplexity | x dense | pairs read |\n|---|---:|---:|---:|")
     first = None
-    for policy in POLICIES:
-        loss = count = attended = causal = 0.0
-        for ids, measured in texts:
-            output = llm.generate([ids], params, policy=policy)[0]
-            assert output.prompt_logprobs is not None
-            for place in range(len(ids) - measured, len(ids)):
-                chosen = output.prompt_logprobs[place]
-                assert chosen is not None
-                loss, count = loss - chosen[ids[place]].logprob, count + 1
-            attended += output.report["prefill"]["keys_attended"]
-            causal += output.report["prefill"]["keys_causal"]
-        perplexity = math.exp(loss / count)
+    for policy, found, pairs in losses(llm, texts):
+        perplexity = float(found.mean().exp())
         first = perplexity if first is None else first
-        print(
-            f"| `{policy}` | {perplexity:.4f} | {perplexity / first:.4f} | {100 * attended / causal:.1f} % |",
-            flush=True,
-        )
+        print(f"| `{policy}` | {perplexity:.4f} | {perplexity / first:.4f} | {100 * pairs:.1f} % |", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_a_missing_calibration_names_its_command_which_makes_it(tmp_path, kind, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["masks"], "calibration 'masks' is unknown; known: channels, skew, patterns"),
+        (["masks"], "calibration 'masks' is unknown; known: channels, skew, patterns, locality"),
         (["skew", "--tokens", "1"], "tokens=1 must"),
     ],
 )

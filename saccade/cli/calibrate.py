@@ -19,7 +19,10 @@ PROSE_CHARACTERS = 40_000  # of a built-in text, where none is given
 
 def calibrate(
     kind: Annotated[
-        str, typer.Argument(help="channels (double_sparsity, hshare), skew (infinigen) or patterns (minference).")
+        str,
+        typer.Argument(
+            help="channels (double_sparsity, hshare), skew (infinigen), patterns (minference) or locality (psaw, cpe)."
+        ),
     ],
     model: Annotated[str, MODEL] = "retriever",
     file: Annotated[Path | None, typer.Option("--file", "-f", help="UTF-8 text; by default generated prose.")] = None,
@@ -38,6 +41,8 @@ def calibrate(
     """
     from saccade.methods.minference import CALIBRATION
     from saccade.methods.offline import KINDS
+    from saccade.methods.policy import Policy
+    from saccade.methods.prehoc import LOCALITY
 
     if kind not in KINDS:
         raise RequestError(f"calibration {kind!r} is unknown; known: {', '.join(KINDS)}")
@@ -49,7 +54,10 @@ def calibrate(
         raise RequestError(f"keys={keys} must be at least 64")
     text = None if file is None else read_text(file)
     llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
-    typer.echo(run(llm, kind, _prompt(llm, text, tokens), keys))
+    typer.echo(run(llm, kind, _prompt(llm, text, tokens, kind == LOCALITY), keys))
+    if kind == LOCALITY:
+        _, said = llm.engine.checks.located(Policy.parse("psaw"))
+        typer.echo(said or "'psaw' leaves a model of so few layers as it is")
 
 
 def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
@@ -81,11 +89,17 @@ def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
     return save_calibration(llm.model.path, kind, [layer.result() for layer in layers])
 
 
-def _prompt(llm: LLM, text: str | None, tokens: int) -> list[int]:
+def _prompt(llm: LLM, text: str | None, tokens: int, looks_up: bool = False) -> list[int]:
+    """The text's first ``tokens``, or so many of generated prose; with ``looks_up`` facts of it are said again in its
+    last quarter, so that rows there look far back."""
+    from saccade.eval.drift.passage import made_passage
     from saccade.eval.prose import generate
 
-    source = generate(PROSE_CHARACTERS, seed=0) if text is None else text
     most = min(tokens, llm.max_model_len - 1)
+    if text is None and looks_up and most >= 2048:
+        made = made_passage(lambda part, first: llm.encode(part, first), most - 1, most // 4, seed=0)
+        return list(made.ids)[:most]
+    source = generate(PROSE_CHARACTERS, seed=0) if text is None else text
     ids = llm.tokenizer.encode(source)[:most]
     if len(ids) < 2:
         raise RequestError("the calibration text has fewer than 2 tokens; give a longer one")

@@ -101,6 +101,21 @@ class Checks:
             if method.calibration is not None:
                 self.calibrations.layer((method.calibration,), 0)
 
+    def located(self, policy: Policy) -> tuple[Policy, str | None]:
+        """``policy`` with its window where the model's calibration allows it, and a sentence on that; itself and None
+        where no window asks for one. PolicyError for a calibration that cannot be used."""
+        window, spec = policy.window, self.model.spec
+        if window is None or window.calibration is None or not window.acts(spec.layers):
+            return policy, None
+        kind, layers = window.calibration, None
+        if self.calibrations.has(kind):
+            layers = [
+                self.calibrations.layer((kind,), layer) if own is None else None
+                for layer, own in enumerate(spec.windows)
+            ]
+        window, said = window.calibrated(layers)
+        return replace(policy, window=window), said
+
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:
     """``policy`` with the certificates that a request asks for. RequestError where its decode method has none."""

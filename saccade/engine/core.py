@@ -183,7 +183,7 @@ class Engine:
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
         self.checks.request(params, map_order)
-        policy = certified(policy, params)
+        policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint, self.masks)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
@@ -200,6 +200,8 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        if located is not None:
+            request.report.note(located)
         if map_order is not None:
             request.maps = Maps.ordered(map_order, len(prompt), params.max_tokens, self.layers)
         if sequence is not None:

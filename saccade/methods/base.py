@@ -272,6 +272,16 @@ class WindowMethod(PolicyPart):
         """What rows see at ``layer`` (from 0) of ``layers``; None is everything."""
         return None
 
+    @property
+    def calibration(self) -> str | None:
+        """The kind of calibration that says where it may act, if it asks for one."""
+        return None
+
+    def calibrated(self, layers: Sequence[Mapping[str, Tensor] | None] | None) -> tuple[WindowMethod, str | None]:
+        """Itself as its calibration wants it, and a sentence for reports. ``layers``: each layer's tensors, None where
+        the model's own window decides; None in all where nothing was measured."""
+        return self, None
+
     def narrowed(self, plan: DevicePlan) -> DevicePlan | None:
         """``plan`` within this window; None where a reading of it knows no windows."""
         layers = len(plan.layers)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.methods import infinigen, labels, minference
+from saccade.methods import infinigen, labels, minference, prehoc
 from saccade.methods.base import Chunk
 from saccade.methods.minference import A_SHAPE, BLOCKS, LINES, SIZES, MInference
 from saccade.ops import Call, run
+from saccade.ops.scores import row_logits
 from saccade.selection import Dense
 
 KEYS = 512  # a row, where nothing else is asked for
@@ -106,13 +107,46 @@ class PatternSearch:
         return {SIZES: self.candidates[torch.as_tensor(self.errors).argmin(0)]}
 
 
+class Locality:
+    """The mean weight of each query head on keys behind the first ``SINKS`` that lie in the first share of the context,
+    for every share of ``prehoc.HIDDEN``: fp32 [heads, shares]. Of ``ROWS`` rows of a chunk, spread over the last
+    quarter of what is there by then, where a text that says things twice looks far back."""
+
+    ROWS = 64
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.sums: Tensor | float = 0.0
+
+    @staticmethod
+    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {prehoc.LOCALITY: (heads, len(prehoc.HIDDEN))}
+
+    def add(self, chunk: Chunk) -> None:
+        shape = chunk.shape
+        first = min(shape.q_len - 1, max(0, 3 * shape.k_len // 4 - shape.q_start))
+        rows = torch.linspace(first, shape.q_len - 1, self.ROWS).long().unique().tolist()
+        for row in rows:
+            seen = shape.q_start + row + 1
+            ask = (row, row + 1, chunk.scale, chunk.softcap)
+            scores = [row_logits(chunk.q, chunk.kv, shape, head, *ask)[:, 0, :seen] for head in range(shape.kv_heads)]
+            weights = torch.softmax(torch.cat(scores).double(), -1)
+            far = [weights[:, prehoc.SINKS : int(share * seen)].sum(-1) for share in prehoc.HIDDEN]
+            self.sums = self.sums + torch.stack(far, 1)
+        self.rows += len(rows)
+
+    def result(self) -> dict[str, Tensor]:
+        return {prehoc.LOCALITY: (torch.as_tensor(self.sums) / self.rows).float()}
+
+
 def _keys(chunk: Chunk) -> Tensor:
     """Of the chunk's own rows, [kv_heads, rows, head_dim]."""
     return chunk.kv.keys(chunk.shape.q_start, chunk.shape.q_start + chunk.shape.q_len)
 
 
-KINDS: dict[str, type[ChannelMeans] | type[Skew] | type[PatternSearch]] = {
+KINDS: dict[str, type[ChannelMeans] | type[Skew] | type[PatternSearch] | type[Locality]] = {
     labels.CALIBRATION: ChannelMeans,
     infinigen.CALIBRATION: Skew,
     minference.CALIBRATION: PatternSearch,
+    prehoc.LOCALITY: Locality,
 }

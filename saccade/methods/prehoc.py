@@ -6,7 +6,8 @@ past, in prefill and decode; ETF freezes that share of a prompt's tokens in pref
 tokens and depend on nothing but positions and lengths. Where the paper is silent or cannot be run as printed:
 
 * layers count from 1, so that the last layer reaches ``base^exponent``;
-* ``start_layer`` is l_s; without one, a model of fewer than 4 layers (l_s = 0 prunes its first layer) is left alone;
+* ``start_layer`` is l_s; without one, a model of fewer than 4 layers (l_s = 0 prunes its first layer) is left alone,
+  and PSAW may begin deeper: where a model's measured locality allows it (``saccade calibrate locality``);
 * PSAW's windows lie on a grid of ``block_size`` positions, rounded outwards, which kernels need: at most two blocks
   more than printed. ``block_size=1`` is the paper. The last ``local`` keys are never hidden; ``local=0`` is the paper;
 * ETF's length is the whole context when its prefill ends: a later turn freezes only rows of its own. The last row is
@@ -15,7 +16,8 @@ tokens and depend on nothing but positions and lengths. Where the paper is silen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -26,6 +28,12 @@ from saccade.methods.options import require, require_choice, require_number, req
 from saccade.selection import Cone
 
 LEAST_LAYERS = 4
+LOCALITY = "locality"  # the calibration that says how far each layer of a model looks
+SINKS = 16  # first keys that it leaves out
+HIDDEN = tuple(share / 20 for share in range(1, 20))  # shares of the context that it knows the weight of
+# Mean weight that a measured window may hide in a layer: SmolLM2's hide up to 0.112 at no cost, Qwen2.5-Coder-0.5B's up
+# to 0.171 at some (docs/real-models.md).
+MOST_HIDDEN = 0.12
 PAPER = "PrHS, pre-hoc sparsity (PSAW and ETF with CIS)"
 
 
@@ -72,6 +80,32 @@ class PSAW(WindowMethod):
     def at(self, layer: int, layers: int) -> Cone | None:
         share = depth_share(self.phi, self.alpha, layer, layers, self.start_layer)
         return Cone(share, self.sinks, self.local, self.block_size) if share > 0 else None
+
+    @property
+    def calibration(self) -> str | None:
+        return LOCALITY if self.start_layer is None else None
+
+    def calibrated(self, layers: Sequence[Mapping[str, Tensor] | None] | None) -> tuple[PSAW, str]:
+        if layers is None:
+            return self, (
+                f"'{self.name}' hides keys from the deepest quarter of the layers, however far these look: the "
+                f"locality of this model is not measured; saccade calibrate {LOCALITY} does"
+            )
+        found = self.measured([None if one is None else one[LOCALITY] for one in layers])
+        where = f"from layer {found.start_layer} on" if found.acts(len(layers)) else "in no layer"
+        return found, f"'{self.name}' hides keys {where}, by this model's measured locality"
+
+    def measured(self, far: Sequence[Tensor | None]) -> PSAW:
+        """With the first layer, from l_s on, from which every deeper one has at most ``MOST_HIDDEN`` of its weight
+        where the deepest window would hide it; past the last layer where even that one has more. ``far``: each layer's
+        :class:`~saccade.methods.offline.Locality`, fp32 [heads, shares], None where the model's own window decides."""
+        layers = len(far)
+        share = depth_share(self.phi, self.alpha, layers - 1, layers, self.start_layer)
+        at = next((at for at, known in enumerate(HIDDEN) if known >= share), len(HIDDEN) - 1)
+        begin = layers
+        while begin > 3 * layers // 4 and ((one := far[begin - 1]) is None or float(one[:, at].mean()) <= MOST_HIDDEN):
+            begin -= 1
+        return replace(self, start_layer=begin)
 
 
 @dataclass(frozen=True)

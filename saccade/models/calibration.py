@@ -48,10 +48,15 @@ class Calibrations:
             return self._read[kinds[0]][layer] if kinds else None
         return {name: tensor for kind in kinds for name, tensor in self._read[kind][layer].items()}
 
+    def has(self, kind: str) -> bool:
+        """Whether there is one of ``kind``."""
+        return self.folder is not None and calibration_file(self.folder, kind).is_file()
+
     def _load(self, kind: str) -> list[dict[str, Tensor]]:
         command = f"saccade calibrate {kind} --model {self.folder or 'FOLDER'}"
-        if self.folder is None or not (file := calibration_file(self.folder, kind)).is_file():
+        if self.folder is None or not self.has(kind):
             raise PolicyError(f"the model has no '{kind}' calibration; make it once with: {command}")
+        file = calibration_file(self.folder, kind)
         try:
             stored = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:

@@ -130,7 +130,11 @@ class FlexPrefill(BlockMethod):
 
     def head_kinds(self, chunk: Chunk) -> Tensor:
         """bool [heads]: which heads count as query-aware for this chunk."""
-        return self._divergence(chunk, mean_keys(chunk.kv, self.block_size), self._sums(chunk)[0]) < self.tau
+        return self.distances(chunk) < self.tau
+
+    def distances(self, chunk: Chunk) -> Tensor:
+        """fp32 [heads]: each head's Jensen-Shannon distance between pooled and true block weights (Alg. 2)."""
+        return self._divergence(chunk, mean_keys(chunk.kv, self.block_size), self._sums(chunk)[0])
 
     def sample(self, chunk: Chunk) -> Tensor:
         """The rows of the chunk that are looked at, sorted, int64: its last ones."""
