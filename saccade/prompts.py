@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping: {"prompt": text} or {"prompt_token_ids": ids}
 
@@ -34,8 +34,9 @@ def encode(tokenizer: Any, prompt: Prompt, first: bool = True) -> list[int]:
     text where a mapping has both. RequestError for what is no prompt."""
     given: Any = prompt
     if isinstance(given, Mapping):
-        if given.get("multi_modal_data"):
-            kinds = ", ".join(map(str, given["multi_modal_data"]))
+        data = given.get("multi_modal_data")
+        if data is not None:
+            kinds = ", ".join(map(str, data)) if isinstance(data, Mapping) else shown(data, 60)
             raise RequestError(f"a prompt has multi_modal_data ({kinds}); models read text alone here: leave it out")
         unknown = sorted(str(key) for key in given if key not in _KEYS)
         if unknown or not any(given.get(key) is not None for key in _KEYS):

@@ -42,7 +42,8 @@ def test_prompts_as_mappings(llm):
     [
         ({}, "the keys (none) cannot be read"),
         ({"prompt": None}, "the keys prompt cannot be read"),
-        ({"prompt": "x", "multi_modal_data": 1}, "the keys prompt, multi_modal_data cannot be read"),
+        ({"prompt": "x", "multi_modal_data": 1}, "a prompt has multi_modal_data (1); models read text alone here"),
+        ({"prompt": "x", "multi_modal_data": {"image": 0, 3: 0}}, "a prompt has multi_modal_data (image, 3)"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt_token_ids": "text"}, ""),
         ({"prompt_token_ids": 5}, "a prompt must be text or a list of token ids, got int"),

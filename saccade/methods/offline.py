@@ -125,7 +125,7 @@ class Locality:
     def add(self, chunk: Chunk) -> None:
         shape = chunk.shape
         first = min(shape.q_len - 1, max(0, 3 * shape.k_len // 4 - shape.q_start))
-        rows = torch.linspace(first, shape.q_len - 1, self.ROWS).long().unique().tolist()
+        rows = torch.linspace(first, shape.q_len - 1, self.ROWS, device="cpu").long().unique().tolist()
         for row in rows:
             seen = shape.q_start + row + 1
             ask = (row, row + 1, chunk.scale, chunk.softcap)
