@@ -47,7 +47,7 @@ struct Simd {
     // Bit i is set where lane i of a is greater than that of b.
     static uint32_t greater_bits(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 
-    // Where 2^x is no denormal number, nor NaN: elsewhere scalef would take some hundred cycles for a vector.
+    // Where 2^x is no denormal number; x may be NaN. Elsewhere scalef would take some hundred cycles for a vector.
     static __mmask16 normal(F x) { return _mm512_cmp_ps_mask(x, set1(-126.0f), _CMP_NLT_UQ); }
 
     static F exp2(F x) {

@@ -1,7 +1,8 @@
 """Products of few rows of 16-bit floats with quantised weights in tiles (``ops.tile_weights``) on a GPU of NVIDIA's.
 
 What ``tile_products._product`` computes, written in Gluon, Triton's language of layouts: a thread loads the 16 bytes of
-codes that the tensor cores want of it, so that nothing goes through shared memory and no thread waits for another.
+codes that the tensor cores want of it, so that until the warps' sums are added nothing goes through shared memory and
+no thread waits for another.
 
 Codes become 16-bit floats without a conversion: their bits are those of a mantissa below a fixed exponent, from which a
 constant is taken (Kim et al., "Who Says Elephants Can't Run", 2022, section 4). Each is an integer, exactly.
