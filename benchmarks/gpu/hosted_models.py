@@ -8,7 +8,8 @@ Prompts are prose with facts in it (``natural:facts``), one of which is asked fo
 many tokens as ``--lengths`` says, and every sequence has its own. They are prefilled densely on the device and answered
 greedily under each policy. By length and number of CPU threads one sequence alone (the paper's Fig. 5a); of
 ``--together`` tokens, on the most threads, 1, 2, 4, ... ``--sequences`` (Fig. 5b), as one batch and as two sub-batches,
-of which the CPU attends one while the GPU computes the other's next layer. ``dense, on the device`` has its keys there.
+of which the CPU attends one while the GPU computes the other's next layer. ``dense, on the device`` has its keys there;
+``LFPS to the letter``, chosen for by torch, runs alone.
 
 ``foresee``: what finding candidates takes before the query is there; ``attend``: choosing, attending and learning;
 ``wait``: for queries; ``other``: all else, most of it the model's products and launching them; milliseconds of a step.
@@ -41,7 +42,7 @@ from saccade.kv.host import HostTier
 from saccade.methods.policy import Policy
 from saccade.ops.down import Lane
 
-ON_DEVICE = "dense, on the device"
+ON_DEVICE, LETTER = "dense, on the device", "LFPS to the letter"
 POLICIES = {
     ON_DEVICE: "dense",
     "dense": "dense",
@@ -53,7 +54,7 @@ POLICIES = {
     "LFPS": "lfps(blocks=0, least=1, rest=none)",
     "LFPS, a list a KV head": "lfps(blocks=0, least=1, rest=none, unit=kv_head)",
     "LFPS, defaults": "lfps",
-    "LFPS to the letter": "lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean, "
+    LETTER: "lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean, "
     "bypass_shift=false, read_local=false)",
 }
 WARM = 4  # steps of a row that do not count
@@ -213,6 +214,8 @@ class Frame:
             together = self.asked(options.together, max(counts, default=0))
             for count in counts:
                 for name in names:
+                    if name == LETTER and count > 1:
+                        continue
                     for parts in (1, 2) if count > 1 and name != ON_DEVICE else (1,):
                         self.run(name, together.first(count), max(options.threads), parts)
 
