@@ -32,6 +32,7 @@ import torch
 from harness import Results, say
 
 from saccade import LLM, SamplingParams
+from saccade.engine.config import CHUNK
 from saccade.engine.hosted import HostedRows
 from saccade.eval.metrics import score
 from saccade.eval.render import render
@@ -116,7 +117,8 @@ class Frame:
     def _memory(self) -> dict[str, Any]:
         """Room for all sequences of a row, on either side."""
         options = self.options
-        more, many = options.steps + SPARE, options.sequences
+        many = options.sequences
+        more = options.steps + SPARE + self._meanwhile(options.together, many)
         longest = max(*options.lengths, options.together) + more
         with LLM(options.model, dtype=options.dtype, device="cpu", kv_memory="64MiB", max_model_len=1024) as llm:
             spec = llm.model.spec
@@ -130,6 +132,10 @@ class Frame:
         size = spec.layers * (blocks + 8) * layout.block_bytes
         say(f"{size / 2**30:.2f} GiB of keys and values")
         return {"kv_memory": size, "kv_host": size, "max_requests": many, "max_model_len": longest}
+
+    def _meanwhile(self, length: int, count: int) -> int:
+        """Tokens that the first of ``count`` requests may have decoded when the last one is prefilled."""
+        return (count - 1) * -(-length // CHUNK)
 
     def asked(self, length: int, count: int) -> Asked:
         tokenizer = self.llm.tokenizer
@@ -150,7 +156,8 @@ class Frame:
         engine.worker.host._hosting.most_parts = parts
         torch.set_num_threads(threads)
         policy = budgeted(POLICIES[name], asked.length)
-        params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+        # Who was prefilled first goes on meanwhile: steps count once all are.
+        params = SamplingParams(temperature=0, max_tokens=steps + self._meanwhile(asked.length, count), ignore_eos=True)
         began, taken = time.perf_counter(), []
         requests = [engine.add(ids, params, Policy.parse(policy)) for ids in asked.ids]
         while not all(request.output_ids for request in requests):
@@ -158,18 +165,21 @@ class Frame:
             if any(request.error for request in requests):
                 raise SystemExit(f"{name}: {next(request.error for request in requests if request.error)}")
         prefill, before = time.perf_counter() - began, tiers.counts.copy()
-        while engine.busy:
+        while len(taken) < steps - 1 and not any(request.finished for request in requests):
             if len(taken) == WARM:
                 before = tiers.counts.copy()
                 self.seconds.clear()
             start = time.perf_counter()
             engine.step()
             taken.append(1e3 * (time.perf_counter() - start))
+        answers = [list(request.final_ids or request.output_ids)[:steps] for request in requests]
+        told = [request.report.as_dict()["decode"] for request in requests]
+        for request in requests:
+            if not request.finished:
+                engine.cancel(request)
         counted = len(taken) - WARM
         moved, ms = tiers.counts.since(before), statistics.median(taken[WARM:])
-        answers = [list(request.final_ids or request.output_ids) for request in requests]
         dense = self.dense.setdefault((asked.length, count), answers)
-        told = [request.report.as_dict()["decode"] for request in requests]
         causal = sum(one["keys_causal"] for one in told)
         spent = {part: 1e3 * self.seconds.get(part, 0.0) / counted for part in PARTS}
         spent["attend"] -= spent["wait"]
