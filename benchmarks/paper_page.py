@@ -35,7 +35,12 @@ SECTIONS = {
     "LFPS Fig. 6": ("LFPS, Fig. 6: patterns are not exact", "Paper: a picture of the heaviest 5 %."),
     "LFPS Fig. 7": (
         "LFPS, Fig. 7: likeness of patterns and sinks",
-        "Weights behind the first four keys, of neighbouring steps. Paper: alike patterns change at 0.9.",
+        "Weights behind the first four keys: of neighbouring steps; and summed over a head's steps whose first key's "
+        "weight lies in one interval of 0.05, of two intervals. Paper: a marked shift at 0.9.",
+    ),
+    "LFPS Fig. 8": (
+        "LFPS, Fig. 8: outputs of heads that rest",
+        "Paper: a picture of outputs of heads at steps of one layer, those of sparse heads alike and the sink's value.",
     ),
     "PrHS CIS": ("PrHS: how queries turn", "Of neighbouring steps of one head; rotated queries."),
     "PrHS Table VI": (
