@@ -83,6 +83,13 @@ SECTIONS = {
         "6.12 and 6.11 under PSAW, 6.16 under ETF; dense is not printed.",
     ),
 }
+OWN = (
+    "LFPS Fig. 2a",
+    "LFPS eq. 2",
+    "LFPS Table 3",
+    "PrHS CIS",
+    "PrHS Table VI",
+)  # where steps' own text makes a difference
 BY_METHOD = {
     "PrHS Fig. 1b": (
         "PrHS, Fig. 1b: output error at equal budgets",
@@ -146,7 +153,7 @@ def page(rows: Sequence[Row]) -> str:
             layers = by_layer([r for r in text if r["figure"] == figure and ", layer " in r["what"]])
             out += [layers] if layers else []
             own = [r for r in rows if r["figure"] == figure and r["rows"] == "own"]
-            if own and figure in ("PrHS Table VI", "PrHS CIS"):
+            if own and figure in OWN:
                 out += ["Of the model's own greedy answers:", table(own)]
     for figure, (title, said) in BY_METHOD.items():
         own = [r for r in text if r["figure"] == figure]
