@@ -158,7 +158,7 @@ class Tiered(Bench):
             say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
         tiers, taken, moved, rows = self.pool.tiers, [], [], []
-        recorded, control = 0, BatchControl(self.pool, exact=False)
+        recorded, control = 0, BatchControl(self.pool)
         scheduler = Scheduler(
             self.pool, chunk=CHUNK, max_batch_rows=CHUNK + sequences, max_requests=sequences, control=control
         )
