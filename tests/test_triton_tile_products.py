@@ -20,7 +20,10 @@ from saccade.ops.triton import tile_products, tile_rows
 def stored(name: str, outputs: int, channels: int, wild: bool, device: str = "cpu") -> DequantisedMatrix:
     """All bytes at random but for the scales, which are such as models have, or of every size: ``wild``."""
     if name in BLOCKS:
-        return BLOCKS[name](blocks(name, outputs, channels, seed=3, wild=wild).weight.to(device))
+        weight = blocks(name, outputs, channels, seed=3, wild=wild).weight
+        if name == "MXFP4":  # subnormal scales may count as 0, and sums are to stay finite
+            weight.view(outputs, -1, BLOCKS[name].block_bytes)[..., 0].clamp_(2, 200)
+        return BLOCKS[name](weight.to(device))
     kind, rng = GROUPS[name], np.random.default_rng(3)
     codes, zeros = (
         torch.from_numpy(rng.integers(0, 1 << kind.bits, (outputs, count), dtype=np.uint8))

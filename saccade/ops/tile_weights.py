@@ -1,6 +1,6 @@
 """Quantised weights as a GPU's kernels read them (``ops.triton.tile_products``): tiles of 64 outputs, of which what a
 program reads at a time lies together. They are packed once, as they are loaded, and are worth what their format says,
-to the bit.
+to the bit, but that MXFP4's two least scales, which are subnormal (below 2 ** -126), may count as 0.
 
 A tile is a run of bytes: codes, further bits of codes, scales, what is taken off, factors of scales, factors of what is
 taken off, codes of 0; each section begins where the one before it ends. Codes of 4 or 8 bits lie in words of 16: bit
@@ -170,11 +170,13 @@ def _layout(kind: type[BlockMatrix], bits: int) -> Layout:
         signed=blank.factors is not None and blank.factors.dtype == torch.int8,
         least=blank.least is not None,
         minima=blank.minima is not None,
+        kind=blank.scale.dtype,
     )
 
 
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 _BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+_BITS |= {"IQ4_NL": 8, "IQ4_XS": 8, "MXFP4": 8}  # numbers of tables: in tiles, twice the file's bytes
 _KINDS = {"": torch.float16, "BF16": torch.bfloat16}  # of scales, by what an integer format's name ends with
 
 
