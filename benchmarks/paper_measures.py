@@ -190,6 +190,32 @@ def tables(run: Captured, layer: Layer, found: Found) -> None:
                 found["LFPS Table 3", f"{name}: heads bypassed"].append((~active).double())
 
 
+def overlap(run: Captured, layer: Layer, found: Found) -> None:
+    """LFPS's overlap to the letter (eq. 2) by what is counted: the first keys and the row's own one, which are always
+    read, among the best or not; the first steps, whose tables the prompt filled, or all. And how much of what a
+    group's heads read is the same."""
+    weights, method = layer.weights(run.steps), parse_method(LETTER)
+    groups = layer.k.shape[0]
+    for at, step in enumerate(decoded(run, layer, method)):
+        mask, full = step.mask(), weights[:, at, : step.row + 1]
+        idle = step.state.idle
+        active = torch.ones(len(mask), dtype=torch.bool) if idle is None else ~idle
+        count = max(1, round(SHARE * (step.row - SINKS) + 0.5))
+        for where, own, read in (
+            ("behind the first four", full[:, SINKS:-1], mask[:, SINKS:-1]),
+            ("of all keys", full, mask),
+        ):
+            best = stats.heaviest(own, count)
+            share, mass = stats.held(best, read)[active], ((own * read).sum(-1) / (own * best).sum(-1))[active]
+            for steps in ("96 steps", *(("the first 16",) if at < 16 else ())):
+                found["LFPS eq. 2 by definition", f"best 2 % {where}, {steps}"].append(share)
+                found["LFPS eq. 2 by definition", f"weight read beside theirs, {where}, {steps}"].append(mass)
+        shared = mask.unflatten(0, (groups, -1))
+        found["LFPS eq. 2 by definition", "keys that a group's heads read, each once, of all their lists"].append(
+            shared.any(1).sum().double()[None] / shared.sum()
+        )
+
+
 def sharing(run: Captured, layer: Layer, found: Found) -> None:
     """CIS's share of searches by block size, at tau 0.8 (Table VI)."""
     for anchors, s in SHARING:
@@ -352,6 +378,7 @@ PARTS: dict[str, Callable[[Captured, Layer, Found, int], None]] = {
     "prefill": _alone(prefill),
     "attention": _alone(attention),
     "tables": _alone(tables),
+    "overlap": _alone(overlap),
     "sharing": _alone(sharing),
     "dilation": dilation,
     "errors": errors,
