@@ -25,8 +25,9 @@ SECTIONS = {
     ),
     "LFPS eq. 2 by definition": (
         "LFPS, eq. 2 by what is counted",
-        "To the letter. The first four keys and the row's own are always read, and count among the best 2 % of all keys; "
-        "eq. 2's are of what the paper offloads, without the first. Tables know most in the first steps, from the prompt.",
+        "To the letter. The first four keys and the row's own are always read, and count among the best 2 % of all "
+        "keys; eq. 2's are of what the paper offloads, without the first. Tables know most in the first steps, from "
+        "the prompt.",
     ),
     "LFPS Table 3": (
         "LFPS, Table 3: heads that rest on their sinks",
