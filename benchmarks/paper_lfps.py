@@ -107,6 +107,8 @@ def overlap(run: Captured, layer: Layer, found: Found) -> None:
                 found["LFPS eq. 2 by definition", f"best 2 % {where}, {steps}"].append(share)
                 found["LFPS eq. 2 by definition", f"weight read beside theirs, {where}, {steps}"].append(mass)
         shared = mask.unflatten(0, (groups, -1))
+        if not bool(shared.any()):  # all heads are bypassed
+            continue
         found["LFPS eq. 2 by definition", "keys that a group's heads read, each once, of all their lists"].append(
             shared.any(1).sum().double()[None] / shared.sum()
         )
