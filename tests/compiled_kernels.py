@@ -253,7 +253,8 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         own = {**tile_products._constants(kind.layout), "TILE": TILE}
         more = {"ROWS": 8, "SPLITS": 2, "BIASED": True, "FULL": True, "EARLY": True}
         plain, launch = {"num_warps": tile_products.PLAIN.warps}, tile_rows.LAUNCH.options(8)
-        found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, plain))
+        own_stages = {**own, **more, "STAGES": tile_products.STAGES}
+        found += [(tile_products._product, {**own_stages, "GROUPED": grouped}, plain) for grouped in (False, True)]
         kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
         found.append((tile_rows.product, {**own, **more, **kinds}, launch))
         found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))

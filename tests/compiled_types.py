@@ -128,7 +128,7 @@ OTHERS = {
     },
     tile_products._product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "halves": "*fp16", "stored": "*u8", "parts": "*fp32",
-        "arrived": "*i64", "rows": "i32", **PLACES,
+        "arrived": "*i64", "chosen": "*i64", "rows": "i32", **PLACES,
     },
     tile_rows.product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "stored": "*u8", "parts": "*fp32", "arrived": "*i64",

@@ -12,6 +12,7 @@ each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -148,6 +149,40 @@ class TileMatrix(GroupedMatrix):
         from saccade.ops.triton import tile_products  # needs Triton
 
         return tile_products.values(self, ids, dtype)
+
+
+class TileExperts:
+    """Matrices of one format and shape, one for each of a layer's experts, in one piece of memory: ``weight`` uint8
+    [experts, tiles, bytes of a tile] and ``bias`` [experts, outputs], or None. ``matrices`` are its parts."""
+
+    def __init__(self, matrices: Sequence[TileMatrix]) -> None:
+        first = matrices[0]
+        self.layout, self.weight = first.layout, torch.stack([one.weight for one in matrices])
+        biases = [one.bias for one in matrices if one.bias is not None]
+        self.bias = torch.stack(biases) if biases else None
+        own: Sequence[Tensor | None] = [None] * len(matrices) if self.bias is None else self.bias.unbind()
+        self.matrices = [
+            first.part(weight, first.outputs, bias) for weight, bias in zip(self.weight.unbind(), own, strict=True)
+        ]
+
+    @property
+    def first(self) -> TileMatrix:
+        """One of them: all are as this one."""
+        return self.matrices[0]
+
+    @staticmethod
+    def of(matrices: Sequence[Matrix]) -> TileExperts | None:
+        """None for matrices that are in no tiles, or of several formats or shapes."""
+        tiles = [one for one in matrices if isinstance(one, TileMatrix)]
+        kinds = {(type(one), one.weight.shape, one.outputs, one.channels, one.bias is None) for one in tiles}
+        return TileExperts(tiles) if len(tiles) == len(matrices) and len(kinds) == 1 else None
+
+    def product(self, x: Tensor, chosen: Tensor, each: int = 1) -> Tensor:
+        """Row ``i // each`` of ``x`` [rows, channels] times the matrix of expert ``chosen[i]`` (int64 [n]): [n,
+        outputs], in one launch. The host need not know the experts. For few rows."""
+        from saccade.ops.triton import tile_products  # needs Triton
+
+        return tile_products.grouped(x, self, chosen, each)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
