@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ PAGE = 4096
 RECORD = 1 << 20  # bytes that one call writes, or reads, at most (one cell at least)
 ATTEMPTS = 3
 THREADS = 4  # that read
+TURN = 16  # parts that are read together, where they come in turn
 _VECTORS = 900  # buffers of one call: systems take 1024
 # Magic, version, layer, block, write, generation, file, checksums of keys and of values.
 _FRAME = struct.Struct("<4sHHIIq8s16s16s")
@@ -138,6 +139,20 @@ class DiskTier:
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return DiskLoading(self, jobs)
 
+    def read_in_turn(
+        self, parts: Parts, cells: Sequence[int], slots: Sequence[int], arrived: Callable[[list[int]], None]
+    ) -> DiskTurns:
+        """As :meth:`read`, TURN after TURN in the order asked for. ``arrived`` is told in whatever thread which of them
+        are in their slots, or never will be."""
+        parts, loading = _named(parts), DiskTurns(self, arrived)
+        for start in range(0, len(cells), TURN):
+            order = sorted(range(start, min(len(cells), start + TURN)), key=cells.__getitem__)
+            for first, last in self._runs([cells[i] for i in order], most=max(1, -(-len(order) // THREADS))):
+                which = order[first:last]
+                loading.add(self._pool, which, [(parts[i], cells[i], slots[i]) for i in which])
+        self.counts.bytes_read += len(cells) * self.cell_bytes
+        return loading
+
     def release(self, cells: Sequence[int]) -> None:
         """See Tier."""
         for cell in cells:
@@ -226,6 +241,50 @@ class DiskLoading:
         self._jobs = []
         self._tier.counts.wait_seconds += time.perf_counter() - began
         return failed
+
+
+class DiskTurns:
+    """The same, in turns that can be stopped; ``skipped``: those that did not come because of that."""
+
+    def __init__(self, tier: DiskTier, arrived: Callable[[list[int]], None]) -> None:
+        self._tier, self._arrived, self._stopped = tier, arrived, False
+        self._jobs: list[tuple[list[int], Future[list[int] | None]]] = []
+        self.skipped: list[int] = []
+
+    def add(self, pool: ThreadPoolExecutor, which: list[int], own: list[tuple[Part, int, int]]) -> None:
+        """Parts ``which`` are read one after the other, after those that were added before."""
+        self._jobs.append((which, pool.submit(self._read, which, own)))
+
+    def stop(self) -> None:
+        """What has not begun is not to be read any more."""
+        self._stopped = True
+        for which, job in reversed(self._jobs):
+            if job.cancel():
+                self._arrived(which)
+
+    def wait(self) -> list[int]:
+        """See tier.Loading."""
+        began, failed = time.perf_counter(), []
+        for which, job in self._jobs:
+            try:
+                bad = job.result()
+            except CancelledError:
+                bad = None
+            except Exception:  # out of memory, say: nothing is known of these
+                bad = list(range(len(which)))
+            if bad is None:
+                self.skipped += which
+            else:
+                failed += [which[i] for i in bad]
+        self._jobs = []
+        self._tier.counts.wait_seconds += time.perf_counter() - began
+        return failed
+
+    def _read(self, which: list[int], own: list[tuple[Part, int, int]]) -> list[int] | None:
+        try:
+            return None if self._stopped else self._tier._read_record(own)
+        finally:
+            self._arrived(which)
 
 
 def _named(parts: Parts) -> list[Part]:
