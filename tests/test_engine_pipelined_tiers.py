@@ -75,13 +75,20 @@ def test_answers_are_the_same_however_blocks_come(folder, tmp_path, expected, mo
         stopped.append(len(loading.skipped))
         return failed
 
+    def run(row, *given):
+        early.append(bool(row._holds))
+        run_row(row, *given)
+
+    early, run_row = [], host_resolved.ResolvedRow.run
+    monkeypatch.setattr(host_resolved.ResolvedRow, "run", run)
     monkeypatch.setattr(disk.DiskTurns, "wait", wait)
     monkeypatch.setattr(system, "seconds", late)
-    done, counts = answers(folder, tmp_path)
+    done, counts = answers(folder, tmp_path, 64 if turn == 64 else 45)
     assert [tokens(one) for one in done] == expected
     assert stopped
     assert counts.misses > 50
     assert counts.bytes_read > 0
+    assert any(early) == (turn == 64)  # there is room for the blocks of two requests
     if turn == 3:  # so slow that a rule ends before all that it might have wanted has come
         assert sum(stopped) > 0
 
