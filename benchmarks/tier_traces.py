@@ -6,8 +6,8 @@
 
 The model answers questions of the suite over long contexts, or goes on with stretches of a text; of every decode step
 and layer the trace has the 32-token blocks that any head read. A replay has a cache of a share of all parts (layer and
-block), at first the latest ones, as a prefill leaves them, and kv/replacement.py's rules; ``cycle`` knows that layers
-come in turn, ``best``, Belady's, what comes: whoever is wanted last leaves. Layers share the cache (PSA's unified
+block), at first the latest ones, as a prefill leaves them, and kv/replacement.py's rules; ``best``, Belady's, knows
+what comes: whoever is wanted last leaves. Layers share the cache (PSA's unified
 pool), or, behind the stroke, have an equal share each. Hits are of the parts that steps wanted; MB a step is what would
 come in at the 8B shape (32 layers, 128 KiB a part; clock, unified), and ms what that takes at 51 GB/s, which is what
 the copy kernel reaches (docs/tiers.md). The last column: of those misses the ones that the step before wanted, which is
@@ -64,29 +64,6 @@ def record(llm: LLM, ids: list[int], task: str, policy: str, most: int) -> dict[
     return {"task": task, "policy": policy, "blocks": -(-(len(ids) + most) // SIZE), "steps": steps}
 
 
-class Cycle:
-    """Layers come in turn: of what was used within the last step the layer attended last is wanted last, so it leaves
-    first; before all that, what was not used, the oldest first. In place of a Replacement."""
-
-    def __init__(self, slots: int, layers: int) -> None:
-        self._held = np.full(slots, -1, dtype=np.int64)
-        self._seen = np.zeros(slots, dtype=np.int64)
-        self._layers, self.now = layers, 0
-
-    def place(self, slots: Any, held: Any) -> None:
-        self._held[slots] = held
-        self._seen[slots] = self.now
-
-    def touch(self, slots: Any) -> None:
-        self._seen[slots] = self.now
-
-    def victims(self, count: int, allowed: Any) -> Any:
-        slots = np.nonzero(allowed(np.arange(len(self._held)), self._held))[0]
-        age = self.now - self._seen[slots]
-        order = np.argsort(np.where(age > self._layers, -age, age), kind="stable")
-        return self._held[slots[order[:count]]]
-
-
 class Best:
     """Belady's rule over a known ``steps``, in place of a Replacement."""
 
@@ -139,8 +116,6 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> Counts:
     if rule == "best":
         known = [[layer * blocks + np.array(own, dtype=np.int64) for layer, own in enumerate(step)] for step in steps]
         cache = Best(slots, known, layers * blocks)
-    elif rule == "cycle":
-        cache = Cycle(slots, layers)
     else:
         cache = Replacement(slots, rule)
     slot_of = np.full(layers * blocks, -1, dtype=np.int64)
@@ -151,8 +126,10 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> Counts:
     last = [np.zeros(0, dtype=np.int64)] * layers
     for number, step in enumerate(steps):
         for layer, wanted in enumerate(step):
-            if rule in ("best", "cycle"):
+            if rule == "best":
                 cache.now = number * layers + layer
+            else:
+                cache.turn(layer)
             parts = layer * blocks + np.array(wanted, dtype=np.int64)
             found = slot_of[parts] >= 0
             cache.touch(slot_of[parts[found]])
@@ -184,7 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--policies", nargs="+", default=list(CHOSEN))
     parser.add_argument("--caps", nargs="+", type=float, default=[0.1, 0.25, 0.5])
-    parser.add_argument("--rules", nargs="+", default=[*POLICIES, "cycle", "best"])
+    parser.add_argument("--rules", nargs="+", default=[*POLICIES, "best"])
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     options = parser.parse_args()

@@ -145,11 +145,12 @@ def paired(options: argparse.Namespace, path: Path, most: int) -> None:
     """Steps in turn, one that waits for its blocks and one that does not."""
     print("| policy | sequences | memory for | hits | ms: all resident, waiting, pipelined | ratio of pairs: quartiles "
           "| MB: waiting, pipelined |", "|---|---|---|---|---|---|---|", sep="\n")  # fmt: skip
+    each = token_bytes(path)
     for block, text, count in itertools.product(options.block, options.policies, options.sequences):
         policy, whole = text.replace("{block}", str(block)), 0.0
         for share in [None, *options.shares]:
             layout = {"block_size": block, "dtype": "bfloat16", "exact": False, "threads": options.threads}
-            all_bytes = count * (options.tokens + 2 * options.steps + 32) * token_bytes(path)
+            all_bytes = count * (options.tokens + 2 * options.steps + 32) * each
             memory = int((1.3 if share is None else share) * all_bytes)
             disk = None if share is None else options.kv_disk
             with LLM(path, kv_memory=memory, kv_disk=disk, max_model_len=most, max_requests=count, **layout) as llm:

@@ -55,8 +55,9 @@ def expected(folder):
         return [tokens(one) for one in whole.generate(PROMPTS, SOME, policy=POLICIES)]
 
 
-def answers(folder, tmp_path, slots=45):
-    with LLM(folder, kv_memory=slots * SLOT, kv_disk=f"{tmp_path}:64MiB", **OPTIONS) as llm:
+def answers(folder, tmp_path, slots=45, replacement="clock"):
+    disk = f"{tmp_path}:64MiB"
+    with LLM(folder, kv_memory=slots * SLOT, kv_disk=disk, kv_replacement=replacement, **OPTIONS) as llm:
         done = llm.generate(PROMPTS, SOME, policy=POLICIES)
         nothing_left(llm.pool)
         return done, llm.pool.tiers.counts
@@ -83,7 +84,7 @@ def test_answers_are_the_same_however_blocks_come(folder, tmp_path, expected, mo
     monkeypatch.setattr(host_resolved.ResolvedRow, "run", run)
     monkeypatch.setattr(disk.DiskTurns, "wait", wait)
     monkeypatch.setattr(system, "seconds", late)
-    done, counts = answers(folder, tmp_path, 64 if turn == 64 else 45)
+    done, counts = answers(folder, tmp_path, 64 if turn == 64 else 45, "cycle" if turn == 1 else "clock")
     assert [tokens(one) for one in done] == expected
     assert stopped
     assert counts.misses > 50

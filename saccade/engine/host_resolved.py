@@ -130,7 +130,7 @@ class ResolvedRow:
         self._chosen = -1
         if not self._missing:
             wanted, result = self._wanted, self.fixed.rows.result
-            tiers.found(self._home.slots[:wanted])
+            tiers.found(layer, self._home.slots[:wanted])
             assert result.tiers is not None
             result.tiers.hits += wanted
             result.widest = max(result.widest, wanted)

@@ -134,6 +134,7 @@ class Tiers(Lodging):
         if self._losses and self._lost[layer, blocks].any():
             raise LostKV(f"KV blocks of layer {layer} were lost")
         slots = self.slots_of(layer, blocks)
+        self._turn.turn(layer)
         absent = slots < 0
         missing = blocks[absent]
         self.counts.hits += len(blocks) - len(missing)
@@ -163,9 +164,10 @@ class Tiers(Lodging):
         self.counts.misses -= len(blocks)
         self.tier.counts.bytes_read -= len(blocks) * self.tier.cell_bytes
 
-    def found(self, slots: Array) -> None:
-        """Parts in ``slots`` were asked for by somebody who looked them up, and were there."""
+    def found(self, layer: int, slots: Array) -> None:
+        """Parts of ``layer`` in ``slots`` were asked for by somebody who looked them up, and were there."""
         self.counts.hits += len(slots)
+        self._turn.turn(layer)
         self._turn.touch(slots)
 
     def opened(self, layers: slice, blocks: Array) -> None:
