@@ -63,12 +63,13 @@ def answers(folder, tmp_path, slots=45, replacement="clock"):
         return done, llm.pool.tiers.counts
 
 
-@pytest.mark.parametrize(("turn", "late"), [(1, 0.0), (3, 0.002), (64, 0.0005)])
+@pytest.mark.parametrize(("turn", "late"), [(1, 0.0), (2, 0.002), (64, 0.0005)])
 def test_answers_are_the_same_however_blocks_come(folder, tmp_path, expected, monkeypatch, turn, late):
     system, stopped = LateSystem(0.0), []
     monkeypatch.setattr("saccade.pools.DiskTier", partial(disk.DiskTier, system=system))
     monkeypatch.setattr(host_resolved, "PIPELINED", True)
-    monkeypatch.setattr(disk, "TURN", turn)
+    monkeypatch.setattr(disk, "LEAST_TURN", turn)
+    monkeypatch.setattr(disk, "TURNS", 64)
     real = disk.DiskTurns.wait
 
     def wait(loading):
@@ -90,7 +91,7 @@ def test_answers_are_the_same_however_blocks_come(folder, tmp_path, expected, mo
     assert counts.misses > 50
     assert counts.bytes_read > 0
     assert any(early) == (turn == 64)  # there is room for the blocks of two requests
-    if turn == 3:  # so slow that a rule ends before all that it might have wanted has come
+    if turn == 2:  # so slow that a rule ends before all that it might have wanted has come
         assert sum(stopped) > 0
 
 
@@ -98,7 +99,7 @@ def test_what_cannot_be_read_is_computed_again_or_named(folder, tmp_path, expect
     system = FaultySystem()
     monkeypatch.setattr("saccade.pools.DiskTier", partial(disk.DiskTier, system=system))
     monkeypatch.setattr(host_resolved, "PIPELINED", True)
-    monkeypatch.setattr(disk, "TURN", 2)
+    monkeypatch.setattr(disk, "LEAST_TURN", 2)
     for plan in (["read error"], ["flip"] * 9, ["short read"] * 3, ["slow", "read error"] * 4):
         system.plan = [None] * 40 + plan
         done, _ = answers(folder, tmp_path)

@@ -40,7 +40,8 @@ PAGE = 4096
 RECORD = 1 << 20  # bytes that one call writes, or reads, at most (one cell at least)
 ATTEMPTS = 3
 THREADS = 4  # that read
-TURN = 16  # parts that are read together, where they come in turn
+TURNS = 8  # in so many parts come that are read in turn: more cost more than they hide,
+LEAST_TURN = 4  # and so do fewer parts than that
 _VECTORS = 900  # buffers of one call: systems take 1024
 # Magic, version, layer, block, write, generation, file, checksums of keys and of values.
 _FRAME = struct.Struct("<4sHHIIq8s16s16s")
@@ -142,14 +143,14 @@ class DiskTier:
     def read_in_turn(
         self, parts: Parts, cells: Sequence[int], slots: Sequence[int], arrived: Callable[[list[int]], None]
     ) -> DiskTurns:
-        """As :meth:`read`, TURN after TURN in the order asked for. ``arrived`` is told in whatever thread which of them
-        are in their slots, or never will be."""
+        """As :meth:`read`, a few after a few in the order asked for, each few by one thread. ``arrived`` is told in
+        whatever thread which of them are in their slots, or never will be."""
         parts, loading = _named(parts), DiskTurns(self, arrived)
-        for start in range(0, len(cells), TURN):
-            order = sorted(range(start, min(len(cells), start + TURN)), key=cells.__getitem__)
-            for first, last in self._runs([cells[i] for i in order], most=max(1, -(-len(order) // THREADS))):
-                which = order[first:last]
-                loading.add(self._pool, which, [(parts[i], cells[i], slots[i]) for i in which])
+        turn = max(LEAST_TURN, -(-len(cells) // TURNS))
+        for start in range(0, len(cells), turn):
+            order = sorted(range(start, min(len(cells), start + turn)), key=cells.__getitem__)
+            runs = [order[first:last] for first, last in self._runs([cells[i] for i in order])]
+            loading.add(self._pool, [(which, [(parts[i], cells[i], slots[i]) for i in which]) for which in runs])
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return loading
 
@@ -248,12 +249,13 @@ class DiskTurns:
 
     def __init__(self, tier: DiskTier, arrived: Callable[[list[int]], None]) -> None:
         self._tier, self._arrived, self._stopped = tier, arrived, False
-        self._jobs: list[tuple[list[int], Future[list[int] | None]]] = []
+        self._jobs: list[tuple[list[int], Future[None]]] = []
+        self._failed: list[int] = []
         self.skipped: list[int] = []
 
-    def add(self, pool: ThreadPoolExecutor, which: list[int], own: list[tuple[Part, int, int]]) -> None:
-        """Parts ``which`` are read one after the other, after those that were added before."""
-        self._jobs.append((which, pool.submit(self._read, which, own)))
+    def add(self, pool: ThreadPoolExecutor, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
+        """Neighbours in the file, by the numbers of the parts, that one thread reads after those added before."""
+        self._jobs.append(([one for which, _ in runs for one in which], pool.submit(self._read, runs)))
 
     def stop(self) -> None:
         """What has not begun is not to be read any more."""
@@ -264,27 +266,30 @@ class DiskTurns:
 
     def wait(self) -> list[int]:
         """See tier.Loading."""
-        began, failed = time.perf_counter(), []
+        began = time.perf_counter()
         for which, job in self._jobs:
             try:
-                bad = job.result()
+                job.result()
             except CancelledError:
-                bad = None
-            except Exception:  # out of memory, say: nothing is known of these
-                bad = list(range(len(which)))
-            if bad is None:
                 self.skipped += which
-            else:
-                failed += [which[i] for i in bad]
+            except Exception:  # out of memory, say: nothing is known of these
+                self._failed += which
         self._jobs = []
         self._tier.counts.wait_seconds += time.perf_counter() - began
-        return failed
+        return sorted(set(self._failed) - set(self.skipped))
 
-    def _read(self, which: list[int], own: list[tuple[Part, int, int]]) -> list[int] | None:
+    def _read(self, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
+        left = [one for which, _ in runs for one in which]
         try:
-            return None if self._stopped else self._tier._read_record(own)
+            for which, own in runs:
+                if self._stopped:
+                    self.skipped += left
+                    return
+                self._failed += [which[i] for i in self._tier._read_record(own)]
+                del left[: len(which)]
+                self._arrived(which)
         finally:
-            self._arrived(which)
+            self._arrived(left)
 
 
 def _named(parts: Parts) -> list[Part]:
