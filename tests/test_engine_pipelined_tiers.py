@@ -70,6 +70,7 @@ def test_answers_are_the_same_however_blocks_come(folder, tmp_path, expected, mo
     monkeypatch.setattr(host_resolved, "PIPELINED", True)
     monkeypatch.setattr(disk, "LEAST_TURN", turn)
     monkeypatch.setattr(disk, "TURNS", 64)
+    monkeypatch.setattr(host_resolved, "LEAST_HERE", 0.0)
     real = disk.DiskTurns.wait
 
     def wait(loading):
@@ -100,6 +101,7 @@ def test_what_cannot_be_read_is_computed_again_or_named(folder, tmp_path, expect
     monkeypatch.setattr("saccade.pools.DiskTier", partial(disk.DiskTier, system=system))
     monkeypatch.setattr(host_resolved, "PIPELINED", True)
     monkeypatch.setattr(disk, "LEAST_TURN", 2)
+    monkeypatch.setattr(host_resolved, "LEAST_HERE", 0.0)
     for plan in (["read error"], ["flip"] * 9, ["short read"] * 3, ["slow", "read error"] * 4):
         system.plan = [None] * 40 + plan
         done, _ = answers(folder, tmp_path)

@@ -33,6 +33,7 @@ from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
 from saccade.ops.tiered import FIRST_RANKED
 
 PIPELINED = True  # whether kernels begin before all blocks have come from a disk
+LEAST_HERE = 0.5  # of what a layer wants: where less is there, they do not, for waiting is as fast (docs/tiers.md)
 
 
 class ResolvedRow:
@@ -71,7 +72,7 @@ class ResolvedRow:
             return
         try:
             self._choose(layer, q, k, v, spec, out)
-            if self._missing and 2 * self._most <= self._tiers.room_in(layer):
+            if self._missing and self._begins and 2 * self._most <= self._tiers.room_in(layer):
                 self._fetch(layer)
         except Exception as error:
             self._let_go()
@@ -178,12 +179,17 @@ class ResolvedRow:
         self._wanted, self._missing = self._planned.wanted(0)
         return share
 
+    @property
+    def _begins(self) -> bool:
+        """Whether the kernels begin before what the layer lacks has come."""
+        return self._gated and self._wanted - self._missing >= LEAST_HERE * self._wanted
+
     def _fetch(self, layer: int) -> None:
         """Begin to bring in what the layer wants; without a gate, wait for it. The block that the new row is stored to
         is always waited for."""
         wanted, before = self._home.blocks[: self._wanted], self._tiers.counts.copy()
         try:
-            if self._gated:
+            if self._begins:
                 if (self._tiers.slots_of(layer, self._tail) < 0).any():
                     self._holds.append(self._tiers.fetch(layer, self._tail))
                     self._holds[-1].wait()
