@@ -3,17 +3,23 @@
     python benchmarks/tiers.py [--tokens 1000000] [--short 32768] [--kv-memory 1GiB] [--kv-disk ~/kv:20GiB]
         [--policies quest(budget=4096,block_size=32,dense_layers=0)] [--steps 32] [--threads 2] [--cold]
         [--keys planted|topics]
+    python benchmarks/tiers.py --paired --tokens 32768 --sequences 1 2 --shares 0.15 0.3 0.6 --block 16 32 [--cold]
 
 A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).
 For each policy: the short context without a tier, the same with one (everything resident: what the tier costs then),
 and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With
 ``--cold`` the file leaves the system's page cache before every step, so that what is read comes from the device.
 Keys are noise with a few heavy columns, with ``--keys topics`` on top of a walk of topics.
+
+``--paired``: over memory for a share of all blocks, every other step waits for all blocks before it attends any, and
+the others attend while blocks come (host_resolved.PIPELINED); and without a tier. ``{block}`` in a policy is each of
+``--block``. ``MB``: read from the disk by a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -28,8 +34,10 @@ from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.generate_kv import TAIL, plant
 from saccade.bench.ttft import prompt
+from saccade.engine import host_resolved
 from saccade.engine.request import Request
 from saccade.kv import SequenceKV
+from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy
 from saccade.models.interface import LayerAttention, Segment
 from saccade.ops import attend
@@ -133,6 +141,74 @@ def steps(llm: LLM, tokens: int, policy: str, count: int, cold: bool, topics: bo
     assert request.error is None, request.error
 
 
+def paired(options: argparse.Namespace, path: Path, most: int) -> None:
+    """Steps in turn, one that waits for its blocks and one that does not."""
+    print("| policy | sequences | memory for | hits | ms: all resident, waiting, pipelined | ratio of pairs: quartiles "
+          "| MB: waiting, pipelined |", "|---|---|---|---|---|---|---|", sep="\n")  # fmt: skip
+    each = token_bytes(path)
+    for block, text, count in itertools.product(options.block, options.policies, options.sequences):
+        policy, whole = text.replace("{block}", str(block)), 0.0
+        for share in [None, *options.shares]:
+            layout = {"block_size": block, "dtype": "bfloat16", "exact": False, "threads": options.threads}
+            all_bytes = count * (options.tokens + 2 * options.steps + 32) * each
+            memory = int((1.3 if share is None else share) * all_bytes)
+            disk = None if share is None else options.kv_disk
+            with LLM(path, kv_memory=memory, kv_disk=disk, max_model_len=most, max_requests=count, **layout) as llm:
+                seconds, moved = alternate(llm, count, policy, options)
+            if share is None:
+                whole = statistics.median(seconds[0] + seconds[1])
+                continue
+            ms = [1e3 * statistics.median(own) for own in seconds]
+            ratios = sorted(two / one for one, two in zip(*seconds))
+            every = [one for own in moved for one in own]
+            hits, misses = sum(one.hits for one in every), sum(one.misses for one in every)
+            read = [sum(one.bytes_read for one in own) / max(1, len(own)) / 1e6 for own in moved]
+            print(
+                f"| `{policy}` | {count} | {share:.0%} | {hits / max(1, hits + misses):.1%} | {1e3 * whole:.1f}, "
+                f"{ms[0]:.1f}, {ms[1]:.1f} | {ratios[len(ratios) // 4]:.2f} {ratios[len(ratios) // 2]:.2f} "
+                f"{ratios[3 * len(ratios) // 4]:.2f} | {read[0]:.2f}, {read[1]:.2f} |",
+                flush=True,
+            )
+
+
+def token_bytes(path: Path | str) -> int:
+    """Keys and values of a token, in bfloat16."""
+    with LLM(path, dtype="bfloat16", kv_memory="64MiB") as llm:
+        spec = llm.model.spec
+    return 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim
+
+
+def alternate(
+    llm: LLM, count: int, policy: str, options: argparse.Namespace
+) -> tuple[list[list[float]], list[list[TierCounts]]]:
+    """Seconds of steps that wait and of those that do not, without the first few, and what they moved."""
+    params = SamplingParams(temperature=0, max_tokens=2 * options.steps + 8, ignore_eos=True)
+    requests = []
+    for number in range(count):
+        ids = prompt(options.tokens - number, llm.model.spec.vocab_size)
+        requests.append(llm.engine.add(ids, params, Policy.parse(policy)))
+        fill(llm, requests[-1], options.keys == "topics")
+    while min(len(request.output_ids) for request in requests) < 4:
+        llm.engine.step()
+    seconds: list[list[float]] = [[], []]
+    moved: list[list[TierCounts]] = [[], []]
+    tiers = llm.pool.tiers
+    for number in range(2 * options.steps):
+        host_resolved.PIPELINED = bool(number % 2)
+        if options.cold and tiers is not None:
+            os.fdatasync(tiers.tier._fd)  # type: ignore[attr-defined]
+            os.posix_fadvise(tiers.tier._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined]
+        before = None if tiers is None else tiers.counts.copy()
+        began = time.perf_counter()
+        llm.engine.step()
+        seconds[number % 2].append(time.perf_counter() - began)
+        if tiers is not None and before is not None:
+            moved[number % 2].append(tiers.counts.since(before))
+    failed = [request.error for request in requests if request.error is not None]
+    assert not failed, failed
+    return seconds, moved
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random")
@@ -145,6 +221,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--keys", choices=("planted", "topics"), default="planted")
+    parser.add_argument("--paired", action="store_true")
+    parser.add_argument("--sequences", nargs="+", type=int, default=[1], help="with --paired")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[0.15, 0.3, 0.6], help="with --paired: of all blocks"
+    )
+    parser.add_argument("--block", nargs="+", type=int, default=[32], help="with --paired: tokens of a block")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     columns = (
@@ -153,8 +235,11 @@ def main() -> None:
     )
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder:
-        most = options.tokens + options.steps + 2
+        most = options.tokens + 2 * options.steps + 40
         path = model_folder(options.model, Path(folder), torch.bfloat16, most)
+        if options.paired:
+            paired(options, path, most)
+            return
         for policy in options.policies:
             for tokens, disk in (
                 (options.short, None),

@@ -1,6 +1,7 @@
 // What the module knows of a decode step's rows, see decode_step.h.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
+#include <nanobind/stl/vector.h>
 
 #include "decode_step.h"
 
@@ -99,7 +100,11 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         {field<&Residence::ids>("ids"), field<&Residence::map>("map"), field<&Residence::layer_stride>("layer_stride"),
          field<&Residence::count>("count").at_least(1), field<&Residence::nowhere>("nowhere"),
          field<&Residence::table>("table"), field<&Residence::blocks>("blocks"), field<&Residence::slots>("slots"),
-         field<&Residence::room>("room"), field<&Residence::reach>("reach").or_null().optional()});
+         field<&Residence::room>("room"), field<&Residence::reach>("reach").or_null().optional(),
+         field<&Residence::gate>("gate").or_null().optional()});
+    m.def("open_gate", [](uintptr_t gate, std::vector<int64_t> blocks) {
+        for (const int64_t block : blocks) __atomic_store_n(reinterpret_cast<uint8_t*>(gate) + block, 0, __ATOMIC_RELEASE);
+    });
     nb::class_<DecodeStep>(m, "DecodeStep")
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)

@@ -27,6 +27,7 @@ struct Pool {
 struct BlockTable {
     const int32_t* table;
     int64_t table_head_stride, table_blocks;
+    const uint8_t* gate = nullptr;  // [table_blocks]: not 0 where a block is still on its way into its slot; null: none is
 };
 
 struct PagedKV : Pool, BlockTable {};

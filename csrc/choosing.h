@@ -148,7 +148,8 @@ class Choosing : public RowWork {
         if (choice.microbatch) {
             for (int64_t b = 0; b < first; ++b) pages_of(b);
             for (int64_t b = 0; b < ends; ++b) pages_of(stop + b);
-            for (int64_t i = 0; i < choice.units * listed_; ++i) pages_of(order[i]);
+            for (int64_t i = 0; i < listed_; ++i)
+                for (int64_t u = 0; u < choice.units; ++u) pages_of(order[u * listed_ + i]);  // as they will be read
         } else {
             for (int64_t i = 0; i < offsets[choice.units]; ++i) pages_of(lists[i]);
         }

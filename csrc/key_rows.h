@@ -1,23 +1,37 @@
 // Where keys and values lie, and how a kernel gets at them: the one place that reads a block table or a pool.
 #pragma once
 
+#include <sched.h>
+#include <time.h>
+
 #include "row_codes.h"
 
 namespace saccade {
 namespace {
 
+// Returns once a block has come into its slot, which another thread says. That one lets all blocks through in the end.
+inline void wait_at(const uint8_t& gate) {
+    for (int turn = 0; __atomic_load_n(&gate, __ATOMIC_ACQUIRE); ++turn) {
+        const timespec moment{0, 20000};
+        if (turn < 64) sched_yield();
+        else nanosleep(&moment, nullptr);
+    }
+}
+
 // The rows of one KV head, as offsets (in elements) into the pools.
 struct KeyRows {
     const int32_t* table;
+    const uint8_t* gate;
     int64_t width, slot_stride, head_offset, page_mask;
     int page_shift;
 
     KeyRows(const PagedKV& kv, int64_t kv_head)
-        : table(kv.table + kv_head * kv.table_head_stride), width(row_width(kv)),
+        : table(kv.table + kv_head * kv.table_head_stride), gate(kv.gate), width(row_width(kv)),
           slot_stride(kv.kv_heads * kv.page * width), head_offset(kv_head * kv.page * width), page_mask(kv.page - 1),
           page_shift(__builtin_ctzll(kv.page)) {}
 
     SACCADE_INLINE int64_t operator()(int64_t key) const {
+        if (gate && gate[key >> page_shift]) wait_at(gate[key >> page_shift]);
         return table[key >> page_shift] * slot_stride + head_offset + (key & page_mask) * width;
     }
     // How many keys from `key` on lie side by side.

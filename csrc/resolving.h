@@ -22,6 +22,7 @@ struct Residence {
     // [layers], where a rule says how many ranked blocks are read: those that are wanted at first, and afterwards what
     // the next row is to begin with. Where the rule goes on, more are wanted.
     int64_t* reach = nullptr;
+    const uint8_t* gate = nullptr;  // [count]: see BlockTable
 };
 
 class Resolving : public RowWork {
@@ -37,6 +38,7 @@ class Resolving : public RowWork {
         a_.table = home.table;
         a_.table_blocks = home.count;
         a_.table_head_stride = 0;
+        a_.gate = home.gate;
         if (layer == wanting_) choosing_.again(a_);
         else choosing_.begin(a_, choice, by);
         chosen_ = layer == wanting_;

@@ -472,6 +472,7 @@ def test_who_leaves_first():
 
     assert leaving("fifo", [3, 1], 4) == [13, 11, 14, 10]
     assert leaving("lru", [3, 1], 4) == [14, 10, 12, 13]
+    assert leaving("cycle", [3, 1], 4) == [11, 13, 12, 10]  # the most recent first, within a turn
     assert leaving("clock", [0, 1, 2], 2) == [13, 14]
     assert leaving("clock", [0, 1, 2], 4) == [13, 14, 10, 11]  # a second chance, not a third
     assert [leaving(policy, [0], 0) for policy in POLICIES] == [[]] * len(POLICIES)
@@ -481,10 +482,11 @@ def test_who_leaves_first():
     assert 15 not in some[0]
 
 
-def test_what_is_read_round_and_round_is_kept_in_part_by_chance_alone():
+def test_what_is_read_round_and_round_is_kept_in_part_by_chance_or_by_the_layers_turns():
     def hits(policy: str) -> int:
         turn, where, found = Replacement(50, policy), {}, 0
         for part in list(range(100)) * 20:
+            turn.turn(part // 10)
             if part in where:
                 turn.touch(np.array([where[part]]))
                 found += 1
@@ -499,3 +501,17 @@ def test_what_is_read_round_and_round_is_kept_in_part_by_chance_alone():
     assert hits("lru") == hits("fifo") == 0
     assert hits("clock") < 100
     assert hits("random") > 300
+    assert hits("cycle") > 800  # of 1,000 that could be
+
+
+def test_by_turns_what_no_layer_has_used_of_late_leaves_first():
+    turn = Replacement(6, "cycle")
+    turn.place(np.arange(6), np.arange(10, 16))
+    for layer in (0, 1, 2, 0, 1, 2):
+        turn.turn(layer)
+        turn.touch(np.array([layer]))
+    turn.turn(0)
+    order = [13, 14, 15, 12, 11, 10]  # 3 to 5 not at all; then the layers, the last one first
+    assert turn.victims(6, lambda slots, held: held >= 0).tolist() == order
+    turn.sees_turns = False
+    assert turn.victims(6, lambda slots, held: held >= 0).tolist() == [13, 14, 15, 10, 11, 12]

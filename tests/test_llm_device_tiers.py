@@ -106,7 +106,6 @@ def test_what_lies_on_the_disk_comes_through_host_memory(folder, tmp_path, expec
         (0, "head", True),
         pytest.param(6, "head", True, marks=pytest.mark.thorough),
         pytest.param(7, "block", True, marks=pytest.mark.thorough),
-        pytest.param(2, "block", True, marks=pytest.mark.thorough),
         (0, "head", False),
         *(pytest.param(6, unit, False, marks=pytest.mark.thorough) for unit in ("block", "head")),
         *(pytest.param(7, unit, False, marks=pytest.mark.thorough) for unit in ("block", "head")),

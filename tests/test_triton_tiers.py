@@ -9,10 +9,10 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from tier_helpers import nothing_left
 
 from saccade.errors import SaccadeError
-from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
+from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.host import HostTier
 from saccade.ops.triton import pages, residency
-from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -161,5 +161,61 @@ def test_blocks_come_for_the_heads_that_read_them(replacement):
     for layer, (k, v) in enumerate(rows):
         assert torch.equal(kv.view(layer).keys(), k)
         assert torch.equal(kv.view(layer).values(), v)
+    kv.free()
+    nothing_left(pool)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_absent_is_read_where_it_lies(apart, monkeypatch):
+    """Attention over lists is to the last bit that over plain keys, whatever lies where; what then comes is right, and
+    no more of it than there is room for."""
+    monkeypatch.setattr(offers, "READS_HOST", True)
+    monkeypatch.setattr(offers, "MOST_LATE", 2)
+    form = KVFormat(torch.float32, 2, 16, 16)
+    storage = KVStorage(form, 41, "cpu")
+    tier = HostTier(1 << 20, storage, heads_apart=apart)
+    pool = BlockManager(storage, 2, heads_apart=apart, tier=tier, debug=True)
+    kv, rows = SequenceKV(pool), torch.randn(2, 2, 2, 700, 16)
+    for start in range(0, 700, 100):
+        kv.reserve(start + 100)
+        for layer, (k, v) in enumerate(rows):
+            kv.append(layer, k[:, start : start + 100], v[:, start : start + 100])
+    tiers, rng, tail = pool.tiers, np.random.default_rng(0), kv.block_table[-1:].numpy()
+    given, logical, length = tiers.offer(), kv.block_table[None].int(), torch.tensor([700], dtype=torch.int32)
+    tables = torch.zeros(2, 1, pool.rows, 64, dtype=torch.int32)
+    for layer in range(2):
+        with tiers.fetch(layer, tail):
+            pass
+    for _ in range(8):
+        flight = given.prepare(tail, tail)
+        given.begin()
+        before = tiers.counts.copy()
+        for layer, (k, v) in enumerate(rows):
+            picked = np.stack([np.sort(rng.choice(43, 9, replace=False)) for _ in range(2)])
+            lists = KeyLists(None, torch.tensor([9, 9]), torch.from_numpy(picked).int(), 2, 16, 9)
+            pages = Pages(storage.k, storage.v, tables[layer], length, 700)
+            found, q = residency.find(pool, given, layer, logical, pages), torch.randn(1, 4, 16)
+            got = attend_decode(q, found, lists, scale=0.25)
+            plain = torch.zeros(2, 44, 2, 16, 16)
+            for part, own in zip(plain, (k, v)):
+                part.view(44, 2, 256)[:43] = own[:, :688].reshape(2, 43, 256).transpose(0, 1)
+                part[43, :, :12] = own[:, 688:]
+            whole = Pages(*plain, torch.arange(44, dtype=torch.int32)[None, None], length, 700)
+            for one, want in zip(got, attend_decode(q, whole, lists, scale=0.25)):
+                assert torch.equal(one, want)
+            residency.bring_later(pool, given, layer, [(logical, found, lists)])
+            assert given.late_count[layer].max() <= 2
+        assert given.settle(flight)
+        moved = tiers.counts.since(before)
+        assert moved.bytes_read % (form.block_bytes // 2) == 0
+        assert moved.misses > 0
+        given.catch_up()
+        for layer, (k, _) in enumerate(rows):
+            for head in range(2):
+                slots = pool.map_of(head if apart else 0)[layer, kv.block_table.numpy()]
+                for block in np.nonzero(slots >= 0)[0]:
+                    own = k[head, block * 16 : block * 16 + 16]
+                    assert torch.equal(storage.k[slots[block], head, : len(own)], own)
+    assert tiers.counts.hits > 10
     kv.free()
     nothing_left(pool)

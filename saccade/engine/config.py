@@ -50,9 +50,10 @@ class EngineConfig:
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored: ``auto``, in the model's
     dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/adding-a-kv-format.md).
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_pool``: one
-    ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison. ``kv_unit``:
-    what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo``, ``random`` or ``cycle``.
+    ``kv_pool``: one ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison.
+    ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
+    it.
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
     by what either was measured to take (kv/compute.py).

@@ -161,6 +161,9 @@ class HostAttention:
             part.foresee(layer)
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
+        if len(self.resolved) > 1:
+            for one in self.resolved.values():
+                one.ask(layer, q, k, v, spec, out)
         start, together = 0, TogetherRows(self.setting)
         skips = [self._skipped(rows, layer) for rows in self.rows]
         several = sum(waits(rows, q) for rows in self.rows) > 1 and all(rows is None for rows in skips)

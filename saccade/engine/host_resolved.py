@@ -4,6 +4,10 @@ resident.
 The kernels choose, look up which blocks are resident, and read them. Where some are not, they say which before anything
 was stored or read; these are brought in, and the call goes on from there. Of a ranking (``psa``) the first blocks are
 wanted, about as many as the last row read, and more where its rule goes on.
+
+Over a disk the kernels do not wait for all of that (PSA, section 3.3, pipelined iteration): they begin with what is
+there, and wait before a block until it has come, which blocks do in the order of ranks. Once they have ended, what a
+rule did not ask for is not read any more. What several rows lack is asked for before the first of them is attended.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from torch import Tensor
 from saccade.engine.host_calls import RequestRows, Setting
 from saccade.engine.host_plans import FixedPlans, FixedRow
 from saccade.engine.host_tiers import count_tiers, tier_counts
+from saccade.kv.disk import DiskTier
+from saccade.kv.hold import Hold
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts, TierError
 from saccade.kv.tiers import Tiers
@@ -25,6 +31,9 @@ from saccade.models.interface import LayerAttention
 from saccade.ops import cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
 from saccade.ops.tiered import FIRST_RANKED
+
+PIPELINED = True  # whether kernels begin before all blocks have come from a disk
+LEAST_HERE = 0.5  # of what a layer wants: where less is there, they do not, for waiting is as fast (docs/tiers.md)
 
 
 class ResolvedRow:
@@ -43,6 +52,12 @@ class ResolvedRow:
         self._start = fixed.rows.scheduled.start
         self._tail = self._ids[self._start // self._kv.pool.format.block_size :][:1]
         self._planned: PlannedRows | None = None
+        self._gated = PIPELINED and isinstance(tiers.tier, DiskTier)
+        self._holds: list[Hold] = []
+        self._chosen = -1  # the layer whose first call was made
+        self._wanted = self._missing = 0  # blocks of the last call, and those of them that have no slot
+        self._asked = 0  # blocks that ``_holds`` hold
+        self._failure: Exception | None = None  # of ask
         self._home: Residence
 
     def serves(self, q: Tensor, spec: LayerAttention) -> bool:
@@ -50,10 +65,24 @@ class ResolvedRow:
         plain = KVView(self._kv.view(0).layout())
         return spec.sinks is None and cpu_rows.serves(q, plain, self.setting.backend) is None
 
+    def ask(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        """Before :meth:`run`, where other rows come first: choose, and begin to bring in what is absent, if memory has
+        room for as much again. What goes wrong is raised there."""
+        if not self._gated or self.setting.watch.clock is not None or self.fixed.rows.result.error is not None:
+            return
+        try:
+            self._choose(layer, q, k, v, spec, out)
+            if self._missing and self._begins and 2 * self._most <= self._tiers.room_in(layer):
+                self._fetch(layer)
+        except Exception as error:
+            self._let_go()
+            self._failure = error
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """As of host_rows.JoinedRows. Raises what Tiers.fetch raises."""
-        if layer == 0:
-            self._begin()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         clock = self.setting.watch.clock
         if clock is None:
             self._attend(layer, q, k, v, spec, out)
@@ -95,34 +124,89 @@ class ResolvedRow:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
     ) -> float:
         """Which share of the time went to choosing, if ``watched``."""
-        planned, tiers, here = self._planned, self._tiers, slice(layer, layer + 1)
-        assert planned is not None
-        given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, self.setting.threads
         began = time.perf_counter()
-        tiers.opened(here, self._tail)
-        share = planned.run(*given, watched=watched)
-        wanted, missing = planned.wanted(0)
-        if not missing:
-            tiers.found(self._home.slots[:wanted])
-            result = self.fixed.rows.result
+        share = self._choose(layer, q, k, v, spec, out, watched)
+        planned, tiers = self._planned, self._tiers
+        assert planned is not None
+        self._chosen = -1
+        if not self._missing:
+            wanted, result = self._wanted, self.fixed.rows.result
+            tiers.found(layer, self._home.slots[:wanted])
             assert result.tiers is not None
             result.tiers.hits += wanted
             result.widest = max(result.widest, wanted)
             result.asked_bytes += wanted * tiers.tier.cell_bytes
             return share
-        chosen, before = time.perf_counter() - began, tiers.counts.copy()
+        chosen = time.perf_counter() - began
         try:
-            while missing:
-                asked = wanted
-                with tiers.fetch(layer, self._ids[np.sort(self._home.blocks[:wanted])]):
-                    tiers.opened(here, self._tail)
-                    planned.run(*given)
-                wanted, missing = planned.wanted(0)  # more than was asked for where a rule goes on
-                if missing and wanted == asked:
+            while self._missing:
+                asked = self._wanted
+                if not self._holds or asked > self._asked:
+                    self._fetch(layer)
+                self._run(layer, q, k, v, spec, out)  # more is wanted than was asked for where a rule goes on
+                if self._missing and self._wanted == asked:
                     raise TierError(f"KV blocks of layer {layer} were brought in and are not there")
+            for hold in self._holds:
+                hold.stop()
+            before = tiers.counts.copy()
+            for hold in self._holds:
+                hold.wait()
+            count_tiers(self.fixed.rows, before)
+        finally:
+            self._let_go()
+        return chosen * share / (time.perf_counter() - began)
+
+    def _choose(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
+    ) -> float:
+        """The first call of a layer, which attends where nothing is absent, once. As :meth:`_attend`."""
+        if self._planned is None:
+            self._begin()
+        if self._chosen == layer:
+            return 0.0
+        share = self._run(layer, q, k, v, spec, out, watched)
+        self._chosen = layer
+        return share
+
+    def _run(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
+    ) -> float:
+        assert self._planned is not None
+        self._tiers.opened(slice(layer, layer + 1), self._tail)
+        share = self._planned.run(
+            layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, self.setting.threads, watched=watched
+        )
+        self._wanted, self._missing = self._planned.wanted(0)
+        return share
+
+    @property
+    def _begins(self) -> bool:
+        """Whether the kernels begin before what the layer lacks has come."""
+        return self._gated and self._wanted - self._missing >= LEAST_HERE * self._wanted
+
+    def _fetch(self, layer: int) -> None:
+        """Begin to bring in what the layer wants; without a gate, wait for it. The block that the new row is stored to
+        is always waited for."""
+        wanted, before = self._home.blocks[: self._wanted], self._tiers.counts.copy()
+        try:
+            if self._begins:
+                if (self._tiers.slots_of(layer, self._tail) < 0).any():
+                    self._holds.append(self._tiers.fetch(layer, self._tail))
+                    self._holds[-1].wait()
+                self._holds.append(self._tiers.fetch(layer, self._ids[wanted], gate=self._home))
+            else:
+                self._holds.append(self._tiers.fetch(layer, self._ids[np.sort(wanted)]))
+                self._holds[-1].wait()
+            self._asked = self._wanted
         finally:
             count_tiers(self.fixed.rows, before)
-        return chosen * share / (time.perf_counter() - began)
+
+    def _let_go(self) -> None:
+        holds, self._holds, self._asked = self._holds, [], 0
+        for hold in holds:
+            hold.stop()
+        for hold in holds:
+            hold.release()
 
 
 def resolved(

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,8 @@ PAGE = 4096
 RECORD = 1 << 20  # bytes that one call writes, or reads, at most (one cell at least)
 ATTEMPTS = 3
 THREADS = 4  # that read
+TURNS = 8  # in so many parts come that are read in turn: more cost more than they hide,
+LEAST_TURN = 4  # and so do fewer parts than that
 _VECTORS = 900  # buffers of one call: systems take 1024
 # Magic, version, layer, block, write, generation, file, checksums of keys and of values.
 _FRAME = struct.Struct("<4sHHIIq8s16s16s")
@@ -138,6 +140,20 @@ class DiskTier:
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return DiskLoading(self, jobs)
 
+    def read_in_turn(
+        self, parts: Parts, cells: Sequence[int], slots: Sequence[int], arrived: Callable[[list[int]], None]
+    ) -> DiskTurns:
+        """As :meth:`read`, a few after a few in the order asked for, each few by one thread. ``arrived`` is told in
+        whatever thread which of them are in their slots, or never will be."""
+        parts, loading = _named(parts), DiskTurns(self, arrived)
+        turn = max(LEAST_TURN, -(-len(cells) // TURNS))
+        for start in range(0, len(cells), turn):
+            order = sorted(range(start, min(len(cells), start + turn)), key=cells.__getitem__)
+            runs = [order[first:last] for first, last in self._runs([cells[i] for i in order])]
+            loading.add(self._pool, [(which, [(parts[i], cells[i], slots[i]) for i in which]) for which in runs])
+        self.counts.bytes_read += len(cells) * self.cell_bytes
+        return loading
+
     def release(self, cells: Sequence[int]) -> None:
         """See Tier."""
         for cell in cells:
@@ -226,6 +242,54 @@ class DiskLoading:
         self._jobs = []
         self._tier.counts.wait_seconds += time.perf_counter() - began
         return failed
+
+
+class DiskTurns:
+    """The same, in turns that can be stopped; ``skipped``: those that did not come because of that."""
+
+    def __init__(self, tier: DiskTier, arrived: Callable[[list[int]], None]) -> None:
+        self._tier, self._arrived, self._stopped = tier, arrived, False
+        self._jobs: list[tuple[list[int], Future[None]]] = []
+        self._failed: list[int] = []
+        self.skipped: list[int] = []
+
+    def add(self, pool: ThreadPoolExecutor, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
+        """Neighbours in the file, by the numbers of the parts, that one thread reads after those added before."""
+        self._jobs.append(([one for which, _ in runs for one in which], pool.submit(self._read, runs)))
+
+    def stop(self) -> None:
+        """What has not begun is not to be read any more."""
+        self._stopped = True
+        for which, job in reversed(self._jobs):
+            if job.cancel():
+                self._arrived(which)
+
+    def wait(self) -> list[int]:
+        """See tier.Loading."""
+        began = time.perf_counter()
+        for which, job in self._jobs:
+            try:
+                job.result()
+            except CancelledError:
+                self.skipped += which
+            except Exception:  # out of memory, say: nothing is known of these
+                self._failed += which
+        self._jobs = []
+        self._tier.counts.wait_seconds += time.perf_counter() - began
+        return sorted(set(self._failed) - set(self.skipped))
+
+    def _read(self, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
+        left = [one for which, _ in runs for one in which]
+        try:
+            for which, own in runs:
+                if self._stopped:
+                    self.skipped += left
+                    return
+                self._failed += [which[i] for i in self._tier._read_record(own)]
+                del left[: len(which)]
+                self._arrived(which)
+        finally:
+            self._arrived(left)
 
 
 def _named(parts: Parts) -> list[Part]:

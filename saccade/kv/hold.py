@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from saccade.kv.disk import DiskTier
 from saccade.kv.tier import LostKV
 
 if TYPE_CHECKING:
@@ -16,11 +17,23 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
+class Gate(Protocol):
+    """Who reads parts while others are still on their way, and waits before each of these."""
+
+    def shut(self, blocks: Array) -> None:
+        """``blocks`` (int ids) come into their slots later."""
+        ...
+
+    def open(self, blocks: Array) -> None:
+        """They have come, or never will. Any thread may say so."""
+        ...
+
+
 class Hold:
     """Parts of one layer that stay resident until :meth:`release`; :meth:`wait` before they are read."""
 
-    def __init__(self, tiers: Tiers, layer: int, blocks: Array) -> None:
-        self._tiers, self._layer, self._blocks = tiers, layer, blocks
+    def __init__(self, tiers: Tiers, layer: int, blocks: Array, gate: Gate | None = None) -> None:
+        self._tiers, self._layer, self._blocks, self._gate = tiers, layer, blocks, gate
         self._loading: Any = None
         self._missing: Array = blocks[:0]
 
@@ -31,6 +44,8 @@ class Hold:
             return
         failed = loading.wait()
         tiers, layer, missing = self._tiers, self._layer, self._missing
+        if self._gate is not None and loading.skipped:
+            tiers.passed_over(layer, missing[loading.skipped])
         if failed:
             tiers.lose(layer, missing[failed])
             raise LostKV(
@@ -43,7 +58,18 @@ class Hold:
         if len(missing):
             tiers, layer = self._tiers, self._layer
             cells, slots = tiers._cell[layer, missing].tolist(), tiers.slots_of(layer, missing).tolist()
-            self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
+            parts, gate, self._missing = tiers._parts(layer, missing), self._gate, missing
+            if gate is None:
+                self._loading = tiers.tier.read(parts, cells, slots)
+            else:
+                assert isinstance(tiers.tier, DiskTier)
+                gate.shut(missing)
+                self._loading = tiers.tier.read_in_turn(parts, cells, slots, lambda some: gate.open(missing[some]))
+
+    def stop(self) -> None:
+        """What has not begun to come is not wanted any more. (Only behind a gate.)"""
+        if self._gate is not None and self._loading is not None:
+            self._loading.stop()
 
     def release(self) -> None:
         """Let the parts go again, those that never came among them."""

@@ -42,7 +42,7 @@ class Listed:
         self._withdrawn: list[Array] = []
         self._changed: list[Array] = []  # parts whose cell has changed
         self._head_bytes = tiers.pool.format.block_bytes // tiers.pool.format.kv_heads
-        tiers.offers = self
+        tiers.offers, tiers._turn.sees_turns = self, False
 
     def withdraw(self, slots: Array) -> None:
         """``slots`` hold something else now, or what the tier does not have."""
@@ -131,7 +131,7 @@ class Listed:
         tiers.pool.catch_up()
         stamp = self._stamp.cpu().numpy()
         used = np.nonzero(stamp >= self._seen)[0]
-        if tiers.policy == "lru":
+        if tiers.policy in ("lru", "cycle"):
             used = used[np.argsort(stamp[used], kind="stable")]
         tiers._turn.touch(used, in_turn=True)
         self._seen = (int(self._told[STEP]) + 1) * tiers.pool.layers

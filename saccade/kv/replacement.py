@@ -1,7 +1,9 @@
-"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, or anybody.
+"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, anybody, or by the cycle.
 
 The first three lose everything where steps read more than there are slots, over and over in the same order: whoever
-leaves is wanted next. ``random`` keeps some of them (docs/tiers.md).
+leaves is wanted next. ``random`` keeps some of them. ``cycle`` knows that order: layers come in turn, so of what was
+used since a layer's last turn the most recent is wanted last, and leaves first; all before that leaves earlier still,
+the oldest first (docs/tiers.md).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-POLICIES = ("clock", "lru", "fifo", "random")
+POLICIES = ("clock", "lru", "fifo", "random", "cycle")
 Array = np.ndarray[Any, Any]
 
 
@@ -24,7 +26,16 @@ class Replacement:
         self._seen = np.zeros(slots, dtype=np.int64)  # clock: 1 is a second chance; else when it was used, or came
         self._now = 0
         self._hands: dict[int, int] = {}  # of the clock, by group
+        self.sees_turns = True  # not where a device takes slots by itself: cycle is lru then
+        self._layer, self._turns = -1, dict[int, int]()  # cycle: whose turn it is, and when each layer's last one began
+        self._cycle = 0  # when that layer's turn before began
         self._rng = np.random.default_rng(0)
+
+    def turn(self, layer: int) -> None:
+        """What is wanted from here on is ``layer``'s."""
+        if layer != self._layer:
+            self._layer, self._cycle = layer, self._turns.get(layer, 0)
+            self._turns[layer] = self._now
 
     def place(self, slots: Array, held: Array) -> None:
         """``slots`` hold ``held`` from now on."""
@@ -36,7 +47,7 @@ class Replacement:
         """What lies in ``slots`` was used, all at once or one after the other."""
         if self.policy == "clock":
             self._seen[slots] = 1
-        elif self.policy == "lru":
+        elif self.policy in ("lru", "cycle"):
             self._seen[slots] = self._now + 1 + (np.arange(len(slots)) if in_turn else 0)
             self._now += len(slots) if in_turn else 1
 
@@ -54,7 +65,10 @@ class Replacement:
             slots = np.nonzero(allowed(np.arange(len(self._held)), self._held))[0]
             if self.policy == "random":
                 return self._held[self._rng.choice(slots, count, replace=False)]
-            return self._held[slots[np.argsort(self._seen[slots], kind="stable")[:count]]]
+            order = seen = self._seen[slots]
+            if self.policy == "cycle" and self.sees_turns:
+                order = np.where(seen > self._cycle, self._now - seen, seen - self._now - 1)
+            return self._held[slots[np.argsort(order, kind="stable")[:count]]]
         found: list[Array] = []
         size = len(self._held)
         taken = np.zeros(size, dtype=bool)

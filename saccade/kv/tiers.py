@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade.kv.hold import Hold
+from saccade.kv.hold import Gate, Hold
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.lodging import RECLAIMED, Lodging
 from saccade.kv.offers import Offers
@@ -127,18 +127,20 @@ class Tiers(Lodging):
         """How many of ``blocks`` nobody holds."""
         return int(self.pins.loose(layer, blocks).sum()) if self.pins.held else len(blocks)
 
-    def fetch(self, layer: int, blocks: Array, ahead: bool = False) -> Hold:
+    def fetch(self, layer: int, blocks: Array, ahead: bool = False, gate: Gate | None = None) -> Hold:
         """Hold ``blocks`` (int ids, no id twice) of one layer and begin to bring in those that are not resident;
-        ``ahead``: nobody waits for them yet. LostKV, TierFull or TierError, holding nothing, where that cannot be."""
+        ``ahead``: nobody waits for them yet. Behind a ``gate`` they come in this order, a few at a time. LostKV,
+        TierFull or TierError, holding nothing, where that cannot be."""
         if self._losses and self._lost[layer, blocks].any():
             raise LostKV(f"KV blocks of layer {layer} were lost")
         slots = self.slots_of(layer, blocks)
+        self._turn.turn(layer)
         absent = slots < 0
         missing = blocks[absent]
         self.counts.hits += len(blocks) - len(missing)
         self.counts.misses += len(missing)
         self._turn.touch(slots[~absent] if len(missing) else slots)
-        hold = Hold(self, layer, blocks)
+        hold = Hold(self, layer, blocks, gate)
         self.pins.add(layer, blocks)
         try:
             self.counts.prefetched += ahead * len(missing)
@@ -156,9 +158,16 @@ class Tiers(Lodging):
             raise
         return hold
 
-    def found(self, slots: Array) -> None:
-        """Parts in ``slots`` were asked for by somebody who looked them up, and were there."""
+    def passed_over(self, layer: int, blocks: Array) -> None:
+        """``blocks`` that were asked for were not wanted in the end, and did not come."""
+        self._vacate(layer, blocks)
+        self.counts.misses -= len(blocks)
+        self.tier.counts.bytes_read -= len(blocks) * self.tier.cell_bytes
+
+    def found(self, layer: int, slots: Array) -> None:
+        """Parts of ``layer`` in ``slots`` were asked for by somebody who looked them up, and were there."""
         self.counts.hits += len(slots)
+        self._turn.turn(layer)
         self._turn.touch(slots)
 
     def opened(self, layers: slice, blocks: Array) -> None:

@@ -38,8 +38,9 @@ class Residence:
     """Where the blocks ``ids`` (int64) of a sequence lie some of which may be in no slot: ``slots`` int32 [layers,
     blocks of the pool], -1 for none, of which kernels see what it is when they run. ``nowhere``: a slot that nothing
     lies in; ``most``: blocks that a layer may want. What a layer wanted, int64: ``blocks`` of the sequence, each once,
-    and their ``slots``. ``reach`` int64 [layers], for stopping rules: ranked blocks that a layer wants at first, and
-    afterwards what the next row is to begin with."""
+    and their ``slots``; under a rule in the order of ranks. ``reach`` int64 [layers], for stopping rules: ranked blocks
+    that a layer wants at first, and afterwards what the next row is to begin with. Kernels wait for blocks that are
+    shut (kv.hold.Gate), in whose slots nothing lies yet."""
 
     def __init__(self, ids: Array, slots: Array, nowhere: int, most: int, reach: Array | None = None) -> None:
         layers, parts = slots.shape
@@ -48,6 +49,8 @@ class Residence:
         if slots.strides[1] != 4 or ids.dtype != np.int64 or not ids.flags.c_contiguous or ids.max() >= parts:
             raise SaccadeError(f"ids must be int64 blocks of {parts}, and slots int32 with contiguous rows")
         self._kept = ids, slots, reach
+        self._shut = np.zeros(len(ids), dtype=np.uint8)
+        self._at: Array | None = None  # where a block of the pool is in the sequence
         self._table = np.full(len(ids), nowhere, dtype=np.int32)
         self.table = torch.from_numpy(self._table).expand(layers, 1, -1)
         self.blocks, self.slots = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
@@ -62,7 +65,21 @@ class Residence:
             slots=self.slots.ctypes.data,
             room=most,
             reach=0 if reach is None else reach.ctypes.data,
+            gate=self._shut.ctypes.data,
         )
+
+    def shut(self, blocks: Array) -> None:
+        """See Gate."""
+        if self._at is None:
+            ids = self._kept[0]
+            self._at = np.zeros(self._kept[1].shape[1], dtype=np.int64)
+            self._at[ids] = np.arange(len(ids))
+        self._shut[self._at[blocks]] = 1
+
+    def open(self, blocks: Array) -> None:
+        """See Gate."""
+        assert self._at is not None
+        native.open_gate(self._shut.ctypes.data, self._at[blocks].tolist())
 
 
 class PlannedRow(NamedTuple):
