@@ -311,11 +311,12 @@ def prefill(run: Captured, layer: Layer, found: Found) -> None:
     view, method = KVView.from_tensors(layer.k, layer.v), FlexPrefill(min_budget=0)
     chunk = prompt_chunk(layer, view, run.context)
     apart = method.distances(chunk)
-    aware = (apart < method.tau).double()
     found["FlexPrefill Fig. 7", "JS distance"].append(apart)
     found["FlexPrefill Fig. 7", f"JS distance, layer {layer.number:02}"].append(apart)
-    found["FlexPrefill Fig. 8", "query-aware heads"].append(aware)
-    found["FlexPrefill Fig. 8", f"query-aware heads, layer {layer.number:02}"].append(aware)
+    for tau, what in ((method.tau, "query-aware heads"), (2 * method.tau, "query-aware heads at tau 0.2")):
+        aware = (apart < tau).double()
+        found["FlexPrefill Fig. 8", what].append(aware)
+        found["FlexPrefill Fig. 8", f"{what}, layer {layer.number:02}"].append(aware)
     for lines in ("token", "block"):
         picked = FlexPrefill(min_budget=0, lines=lines).select_prefill(chunk)
         found["FlexPrefill Fig. 3 and 10", f"pairs read at gamma 0.95, lines={lines}"].append(
