@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--budget", type=int, help="LoopServe's B; a sixteenth of --length by default")
     parser.add_argument("--samples", type=int, default=4, help="of each task")
+    parser.add_argument("--limit", type=int, help="answer so many of each task's samples; a later run may answer more")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int)
@@ -203,6 +204,7 @@ def main() -> None:
                         *(data, llm, config, policies, work / "results"),
                         oracle="none",
                         mix=True,
+                        limit=args.limit,
                         together=args.together,
                         note=lambda line: print(line, file=sys.stderr, flush=True),
                     )

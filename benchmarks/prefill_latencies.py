@@ -67,8 +67,9 @@ def whole(chunk: Chunk, policy: str, repeats: int) -> tuple[float, float, float]
     return choosing, attending, chosen.density()
 
 
-def parts(chunk: Chunk, method: FlexPrefill, repeats: int) -> list[float]:
-    """Milliseconds of PARTS for a chunk none of whose heads is query-aware: Alg. 3, lines token by token."""
+def parts(chunk: Chunk, method: FlexPrefill, repeats: int) -> tuple[list[float], Selection]:
+    """Milliseconds of PARTS for a chunk none of whose heads is query-aware (Alg. 3, lines token by token), and what
+    was chosen."""
     size = method.block_size
     first, (columns, slashes) = timed(lambda: method._sums(chunk), repeats)
     second, _ = timed(lambda: method._divergence(chunk, mean_keys(chunk.kv, size), columns), repeats)
@@ -78,7 +79,7 @@ def parts(chunk: Chunk, method: FlexPrefill, repeats: int) -> list[float]:
         return Lines.from_masks(chunk.shape, *token_lines(*shares, method.gamma, size, method.min_budget, None))
 
     third, lines = timed(index, repeats)
-    return [first, second, third, timed(lambda: attend(chunk, lines), repeats)[0]]
+    return [first, second, third, timed(lambda: attend(chunk, lines), repeats)[0]], lines
 
 
 @torch.inference_mode()
@@ -116,7 +117,7 @@ def main() -> None:
             rows.setdefault(name, []).append(cell)
         method = Policy.parse(names["FlexPrefill, gamma 0.95"]).prefill
         assert isinstance(method, FlexPrefill)
-        took = [statistics.fmean(part) for part in zip(*(parts(chunk, method, args.repeats) for chunk in chunks))]
+        took = [statistics.fmean(part) for part in zip(*(parts(chunk, method, args.repeats)[0] for chunk in chunks))]
         for name, one in zip(PARTS, took):
             rows.setdefault(f"Fig. 6: {name}", []).append(f"{one:.1f} ({100 * one / sum(took):.0f} %)")
     print(f"| | {' | '.join(map(str, runs))} |\n|---" + "|---:" * len(runs) + "|")
