@@ -74,6 +74,27 @@ FRAMES = {
             "LoopServe, alpha 0.995": "loopserve(budget={B})",
         },
     ),
+    "loopserve-fig8": Frame(
+        turns("mtsyn_qa", "mtsyn_multidoc"),
+        {
+            "dense": "dense",
+            **{
+                f"alpha {one}": f"loopserve(alpha={one}, budget={{B}})"
+                for one in (0.955, 0.98, 0.985, 0.99, 0.995, 0.999)
+            },
+        },
+    ),
+    "loopserve-fig9": Frame(
+        turns("mtsyn_qa", "mtsyn_multidoc"),
+        {
+            "dense": "dense",
+            "B / 4": "loopserve(alpha=0.955, budget={B/4})",
+            "B / 2": "loopserve(alpha=0.955, budget={B/2})",
+            "B": ANSWERS + ")",
+            "2 B": "loopserve(alpha=0.955, budget={2B})",
+            "4 B": "loopserve(alpha=0.955, budget={4B})",
+        },
+    ),
     "loopserve-fig10": Frame(
         turns("mtsyn_summary"),
         {
@@ -94,7 +115,7 @@ FRAMES = {
             "dense": "dense",
             "LM-Infinite, half of the context": "streaming(sinks=10, window={16384})",
             "LM-Infinite, a quarter": "streaming(sinks=10, window={8192})",
-            "InfLLM": "infllm(sinks={128}, window={4096}, budget={4096})",
+            "InfLLM": "infllm(sinks={128}, window={4096}, budget={2048}, block_size=32)",
             "MInference": PREFILL["MInference"],
             "FlexPrefill, gamma 0.95": PREFILL["FlexPrefill, gamma 0.95"],
         },
@@ -116,14 +137,15 @@ def filled(policy: str, budget: int, length: int) -> str:
 
 
 def rows_of(group: Group, labels: dict[str, str], same: dict[str, str]) -> list[dict[str, str]]:
-    """A row for each task and policy of ``labels`` (label by policy text)."""
+    """A row for each task and policy of ``labels`` (label by policy text), over the samples that all runs answered."""
+    answered = set.intersection(*(set(run.rows) for run in group.runs))
     found = []
     for run in group.runs:
         label = labels.get(run.policy)
         if label is None:
             continue
         for task in run.tasks:
-            cell = group.cell(run, lambda row, wanted=task: row["task"] == wanted)  # type: ignore[misc]
+            cell = group.cell(run, lambda row, wanted=task: row["task"] == wanted and row["id"] in answered)  # type: ignore[misc]
             if cell.n:
                 found.append(same | {"task": task, "method": label, "policy": run.policy} | _numbers(cell))
     return found

@@ -37,6 +37,16 @@ SECTIONS = {
         "The same frame's questions; P is sparse in prefill alone, D in decode alone.",
         "Paper: both together best or close on three sets (a picture).",
     ),
+    "loopserve-fig8": (
+        "LoopServe, Fig. 8: alpha",
+        "The same frame's questions.",
+        "Paper: 0.99 to 1 costs nothing, lower ones do (a picture); its main results are of 0.955.",
+    ),
+    "loopserve-fig9": (
+        "LoopServe, Fig. 9: B",
+        "The same frame's questions, around a sixteenth of the length.",
+        "Paper: more helps up to 1,024 (a picture).",
+    ),
     "loopserve-fig10": (
         "LoopServe, Fig. 10: n_d",
         "The same frame's summaries. As published the first 16 steps are dense, but for the last columns.",
