@@ -55,8 +55,8 @@ FRAMES = {
         turns(*SETS),
         {
             "dense": "dense",
-            "SnapKV": "snapkv(capacity={B})",
-            "Ada-KV": "adakv(capacity={B})",
+            "SnapKV": "snapkv(capacity={B}, window={B/16})",
+            "Ada-KV": "adakv(capacity={B}, window={B/16})",
             "StreamingLLM": "prefill=dense,decode=streaming(sinks=4, window={B})",
             "A-shape": "a_shape(sinks={B/8}, window={31B/8})",
             "Tri-shape": "tri_shape(sinks={B/8}, window={31B/8}, last={B/8})",

@@ -24,7 +24,8 @@ SECTIONS = {
         "are stretches of a novel. `mtsyn_qa` and `mtsyn_multidoc` ask for planted facts (F1), "
         "`mtsyn_summary` for the four facts of a source (LCS / |R|), `mtsyn_fewshot` for the kind of the "
         "novel's own questions (accuracy). Later turns see the model's own answers. B is a sixteenth of the "
-        "length, and all options are scaled as it is to the paper's 1,024.",
+        "length, and all options are scaled as it is to the paper's 1,024. What SnapKV and Ada-KV evict in one "
+        "turn is gone in the next.",
         "Paper, means over its eleven sets, begin / middle / end, minus the base model (27.3 / 28.1 / 35.0 of"
         " Llama-3.1-8B, 29.4 / 26.4 / 35.4 of Qwen2.5-7B): SnapKV -3.0 / -2.9 / -0.7 and -3.5 / -3.8 / -1.4; "
         "Ada-KV -4.5 / -4.5 / -1.4 and -4.6 / -4.5 / -2.1; StreamingLLM -7.9 / -6.9 / -6.1 and -9.3 / -7.5 / "
