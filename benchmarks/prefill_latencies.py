@@ -1,7 +1,7 @@
 """FlexPrefill's Table 3 and Fig. 6 on a CPU: what one layer's prefill attention takes under full attention,
 StreamingLLM, MInference and FlexPrefill, by length, and the four parts of FlexPrefill's time.
 
-    python benchmarks/prefill_latencies.py smollm2 -f dracula.txt --length 2048 --length 8192 --cache build/captures
+    python benchmarks/prefill_latencies.py smollm2 -f dracula.txt --length 2048 --length 8000 --cache build/captures
 
 Queries, keys and values are a model's own over a text, of ``--layers`` layers evenly spread; times are medians over
 repeats, meaned over layers, bfloat16, one thread. Options in tokens are the paper's (StreamingLLM 1,000 first and
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("--capture", action="store_true", help="keep the captures and time nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lengths = args.length or [2048, 4096, 8192]
-    with LLM(args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 16) as llm:
+    lengths = args.length or [2048, 4096, 8000]
+    with LLM(args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 2) as llm:
         text = text_of(args.file, 0.3)
         runs = {n: captured(llm, tokens_of(llm, text, n + 1, 1, False), 1, args.cache) for n in lengths}
     if args.capture:

@@ -3,8 +3,9 @@ LoopServe.
 
     python benchmarks/turn_latencies.py smollm2 -f dracula.txt --length 4096 --length 8192
 
-Each of three turns brings a third of ``--length`` tokens of the text and is answered in ``--answer`` tokens. Policies
-take turns in each of ``--repeats`` conversations, and the medians are printed. bfloat16.
+Each of three turns brings a third of ``--length`` tokens of the text (less, where the model takes no more) and is
+answered in ``--answer`` tokens. Policies take turns in each of ``--repeats`` conversations, and the medians are
+printed. bfloat16.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     lengths, policies = args.length or [4096], args.policy or POLICIES
-    room = max(lengths) + TURNS * args.answer + 16
-    with LLM(args.model, dtype="bfloat16", threads=args.threads, device=args.device, max_model_len=room) as llm:
+    with LLM(args.model, dtype="bfloat16", threads=args.threads, device=args.device) as llm:
+        most = llm.max_model_len - TURNS * args.answer
         text = text_of(args.file, 0.3)
         print(f"{args.model}, {args.threads} threads: ms to the first token / between tokens")
         print(f"| tokens | policy | {' | '.join(f'turn {turn + 1}' for turn in range(TURNS))} |")
         print("|---|---" + "|---:" * TURNS + "|")
         for length in lengths:
-            ids = llm.encode(text[: 8 * length])[:length]
+            ids = llm.encode(text[: 8 * length])[: min(length, most)]
             talk(llm, ids[:192], policies[-1], 2)
             found: dict[str, list[Times]] = {policy: [] for policy in policies}
             for _ in range(args.repeats):
@@ -67,7 +68,7 @@ def main() -> None:
             for policy, runs in found.items():
                 turns = [[statistics.median(part) for part in zip(*times)] for times in zip(*runs)]
                 cells = [f"{first:.0f} / {between:.1f}" for first, between in turns]
-                print(f"| {length} | `{policy}` | {' | '.join(cells)} |", flush=True)
+                print(f"| {len(ids)} | `{policy}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
