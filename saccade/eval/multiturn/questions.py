@@ -38,7 +38,7 @@ class Asked:
 @lru_cache(maxsize=4)
 def find(sentences: Sequence[str]) -> tuple[Asked, ...]:
     """The questions among ``sentences`` of 3 to 25 words that begin with a question word, quotation marks left out."""
-    found = {}
+    found: dict[str, Asked] = {}
     for sentence in sentences:
         text = _OPENING.sub("", sentence)
         ends = _ASKS.search(text)
