@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,11 +116,13 @@ def main() -> None:
             choosing, attending, density = (statistics.fmean(part) for part in zip(*found))
             cell = f"{choosing:.1f} + {attending:.1f} ({100 * density:.0f} %)"
             rows.setdefault(name, []).append(cell)
+            print(f"{length}, {name}: {cell}", file=sys.stderr, flush=True)
         method = Policy.parse(names["FlexPrefill, gamma 0.95"]).prefill
         assert isinstance(method, FlexPrefill)
         took = [statistics.fmean(part) for part in zip(*(parts(chunk, method, args.repeats)[0] for chunk in chunks))]
         for name, one in zip(PARTS, took):
             rows.setdefault(f"Fig. 6: {name}", []).append(f"{one:.1f} ({100 * one / sum(took):.0f} %)")
+            print(f"{length}, Fig. 6, {name}: {one:.1f}", file=sys.stderr, flush=True)
     print(f"| | {' | '.join(map(str, runs))} |\n|---" + "|---:" * len(runs) + "|")
     for name, cells in rows.items():
         print(f"| {name} | {' | '.join(cells)} |")
