@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_conversations_over_a_text_hold_its_sentences_in_its_order(book, tmp_pat
             body = "\n".join(line for line in item["context"].splitlines() if not line.startswith(("Passage", "A ")))
             found = [one for one in split_sentences(body) if one in sentences]
             places = [sentences.index(one) for one in found]
-            steps = [(after - before) % len(sentences) for before, after in zip(places, places[1:])]
+            steps = [(after - before) % len(sentences) for before, after in pairwise(places)]
             assert steps.count(1) >= len(steps) - 5  # a passage's text goes on where it stopped
             assert all(value in item["context"] or name == "mtsyn_summary" for value in item["answers"])
             starts.append((name, places[0]))

@@ -24,7 +24,7 @@ from saccade.eval.suite.rng import Rng
 VERSION = "1"
 FACTS, KINDS, SPEAKERS = 8, 4, 4  # facts of a book, of so many kinds in turn; speakers of a dialogue
 _SUMMARY = 128  # tokens
-_NAMES = "ADA BERTRAM CLARA DUNCAN EDITH FELIX GRETA HUGO".split()
+_NAMES = ("ADA", "BERTRAM", "CLARA", "DUNCAN", "EDITH", "FELIX", "GRETA", "HUGO")
 _LINE = 12  # words of a speaker's line
 _HEX = "0123456789abcdef"
 
