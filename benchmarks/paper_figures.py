@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 
 import torch
-from paper_captures import captured, text_of, tokens_of
+from paper_captures import Captured, captured, text_of, tokens_of
 from paper_measures import PARTS, measure
 from paper_page import page
+from paper_prefill import inputs
 from window_perplexity import POLICIES, losses
 
 from saccade import LLM
@@ -92,6 +93,7 @@ def main() -> None:
     if args.model:
         lengths = args.length or [1024]
         with LLM(args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 8) as llm:
+            before: dict[int, Captured] = {}
             for file in args.file:
                 text = text_of(file, args.at)
                 for length in lengths:
@@ -106,6 +108,9 @@ def main() -> None:
                         print(f"{said}: captured, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
                         with torch.inference_mode():
                             found = measure(run, args.part or list(PARTS), 512 if length >= 4096 else 128)
+                            if length in before and "loopserve" in (args.part or PARTS):
+                                inputs(run, before[length], found)
+                        before[length] = run
                         fresh = [{**same, "figure": f, "what": w, **row_of(v)} for (f, w), v in found.items()]
                     join(args.out, fresh)
                     print(f"{said}: {len(fresh)} rows, {time.time() - began:.0f} s", file=sys.stderr, flush=True)

@@ -11,15 +11,14 @@ import paper_stats as stats
 import torch
 from paper_captures import Captured, Layer, Step, decoded, prompt_chunk
 from paper_lfps import LETTER, SHARE, Found, overlap, resting, tables
+from paper_prefill import loopserve, prefill
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from saccade.eval.micro import sample_positions
 from saccade.kv.view import KVView
 from saccade.methods.cis import CIS
 from saccade.methods.double_sparsity import DoubleSparsity
 from saccade.methods.eviction import AdaKV, SnapKV
-from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.h2o import H2O
 from saccade.methods.hshare import HShare
 from saccade.methods.policy import parse_method
@@ -243,28 +242,6 @@ def surrogate_of(method: object, layer: Layer, run: Captured) -> Callable[[Step,
     return None
 
 
-def prefill(run: Captured, layer: Layer, found: Found) -> None:
-    """LoopServe, Observation 1; FlexPrefill, Fig. 3, 7, 8 and 10."""
-    rows = sample_positions(run.context, 64, 0, first=128)
-    weights = layer.weights(rows)[..., : run.context]
-    distance = rows[:, None] - torch.arange(run.context)
-    shares = [stats.line_share(own, distance, 0.1) for own in weights]
-    found["LoopServe Obs. 1", "weight on the heaviest tenth of the lines"].append(torch.tensor(shares))
-    view, method = KVView.from_tensors(layer.k, layer.v), FlexPrefill(min_budget=0)
-    chunk = prompt_chunk(layer, view, run.context)
-    apart = method.distances(chunk)
-    aware = (apart < method.tau).double()
-    found["FlexPrefill Fig. 7", "JS distance"].append(apart)
-    found["FlexPrefill Fig. 7", f"JS distance, layer {layer.number:02}"].append(apart)
-    found["FlexPrefill Fig. 8", "query-aware heads"].append(aware)
-    found["FlexPrefill Fig. 8", f"query-aware heads, layer {layer.number:02}"].append(aware)
-    for lines in ("token", "block"):
-        picked = FlexPrefill(min_budget=0, lines=lines).select_prefill(chunk)
-        found["FlexPrefill Fig. 3 and 10", f"pairs read at gamma 0.95, lines={lines}"].append(
-            picked.pairs() / picked.shape.causal_pairs
-        )
-
-
 def measure(run: Captured, parts: Sequence[str], budget: int) -> Found:
     """All of ``parts`` (of ``PARTS``) over all layers of a run; decode methods read ``budget`` keys."""
     found: Found = defaultdict(list)
@@ -280,6 +257,7 @@ def _alone(one: Callable[[Captured, Layer, Found], None]) -> Callable[[Captured,
 
 PARTS: dict[str, Callable[[Captured, Layer, Found, int], None]] = {
     "prefill": _alone(prefill),
+    "loopserve": loopserve,
     "attention": _alone(attention),
     "tables": _alone(tables),
     "overlap": _alone(overlap),

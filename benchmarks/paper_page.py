@@ -70,6 +70,24 @@ SECTIONS = {
         "others. Budgets of 128 at 1K and 512 at 4K; CIS as printed. Paper: few for moderate m.",
     ),
     "LoopServe Obs. 1": ("LoopServe, Observation 1", "Paper: a tenth of the lines holds about 90 %."),
+    "LoopServe Obs. 2": (
+        "LoopServe, Observation 2",
+        "Lines of the same heads over two texts. Paper: below 0.5 are common to two inputs.",
+    ),
+    "LoopServe Obs. 3": ("LoopServe, Observation 3", "Columns and distances that both halves of the rows may see."),
+    "LoopServe Alg. 2": (
+        "LoopServe, Alg. 2: the promised mass",
+        "On 64 rows drawn from the prompt, of which Alg. 2 looks at others; alpha is a mean over rows.",
+    ),
+    "LoopServe Fig. 4 and 5": (
+        "LoopServe, Fig. 4a, 5a and 5b: who names the keys that an answer needs",
+        "The text's last 96 tokens stand for an answer. Budgets of 128 at 1K, 512 at 4K. Paper: the prompt's last rows "
+        "name them worst where the question is not at the end; the answer's own rows better, near ones best.",
+    ),
+    "FlexPrefill eq. 3": (
+        "FlexPrefill, eq. 3: the promised mass",
+        "Gamma 0.95. The last 128 rows are looked at; others are 64 drawn ones.",
+    ),
     "FlexPrefill Fig. 3 and 10": (
         "FlexPrefill, Fig. 3 and 10: density by length",
         "Pairs that a prefill reads at gamma 0.95, blocks of 128, no minimum budget. Paper: longer inputs are sparser, "
@@ -81,7 +99,7 @@ SECTIONS = {
     ),
     "FlexPrefill Fig. 8": (
         "FlexPrefill, Fig. 8: query-aware heads",
-        "Share of heads at tau 0.1. Paper: few, mainly in the first layer.",
+        "Share of heads at tau 0.1, and at 0.2. Paper: few, mainly in the first layer.",
     ),
     "PrHS Table VI perplexity": (
         "PrHS, Table VI: perplexity under PSAW and ETF",
@@ -158,8 +176,11 @@ def page(rows: Sequence[Row]) -> str:
             ran = [_texts([r for r in text if r["figure"] == figure], length) for length in lengths]
             said = " ".join([said, *(f"Texts: {one}." for one in ran if "(" in one)])
             out += [f"## {title}", said, table([r for r in text if r["figure"] == figure and "layer" not in r["what"]])]
-            layers = by_layer([r for r in text if r["figure"] == figure and ", layer " in r["what"]])
-            out += [layers] if layers else []
+            by = [r for r in text if r["figure"] == figure and ", layer " in r["what"]]
+            for what in dict.fromkeys(row["what"].partition(", layer ")[0] for row in by):
+                out.append(f"{what}:\n\n" + by_layer([r for r in by if r["what"].startswith(f"{what}, layer ")]))
+            if figure == "FlexPrefill Fig. 3 and 10":
+                out.append(by_text([r for r in text if r["figure"] == figure]))
             own = [r for r in rows if r["figure"] == figure and r["rows"] == "own"]
             if own and figure in OWN:
                 out += ["Of the model's own greedy answers:", table(own)]
@@ -208,6 +229,16 @@ def value(rows: Sequence[Row], what: str, model: str, length: int) -> str:
 def shown(number: float) -> str:
     """Three digits behind the point, fewer of large numbers; perplexities beside dense's need four."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.3f}"
+
+
+def by_text(rows: Sequence[Row]) -> str:
+    """By model, length and text: the mean over heads, and their tenth and ninetieth hundredth."""
+    lines = ["By text, and from the sparsest tenth of the heads to the densest:\n"]
+    for row in sorted(rows, key=lambda one: (one["what"], list(MODELS).index(one["model"]), int(one["length"]))):
+        numbers = (shown(float(row[name])) for name in ("mean", "low", "high"))
+        name = f"{MODELS[row['model']]}, {int(row['length']) // 1024}K, {row['text']}"
+        lines.append("* {}, {}: {} ({} to {})".format(name, row["what"].rpartition(", ")[2], *numbers))
+    return "\n".join(lines)
 
 
 def by_layer(rows: Sequence[Row]) -> str:

@@ -263,6 +263,16 @@ MATRIX = (
         boundary=(32, 64, 128, 192, 256),
     ),
     MethodCase(
+        "infllm",
+        (
+            {"sinks": 16, "window": 64, "budget": 64, "block_size": 32},
+            {"sinks": 0, "window": 1, "budget": 128, "representatives": 1, "block_size": 64},
+        ),
+        {"window": 100_000},
+        budget=lambda m: {"sinks": 0, "window": m, "budget": 0, "block_size": 32},
+        boundary=(32, 64, 96, 128),
+    ),
+    MethodCase(
         "flashprefill",
         (
             {"alpha": 0.9, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 0, "block_size": 64},

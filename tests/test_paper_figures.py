@@ -14,6 +14,7 @@ from engine_helpers import make
 from tiny_models import random_ids
 
 from saccade.engine.observe import observing
+from saccade.kv.view import KVView
 from saccade.methods.policy import Policy, parse_method
 from saccade.outputs import finished
 
@@ -23,6 +24,7 @@ import paper_captures
 import paper_figures
 import paper_measures
 import paper_page
+import paper_prefill
 import paper_stats as stats
 
 
@@ -263,3 +265,33 @@ def test_every_row_of_the_claims_says_on_what_it_was_measured():
         if on == {"-"}:
             assert cells[4] in ("*larger*", "*not measured*", "*not built*", "*a picture*", "no"), cells[0]
             assert cells[5], cells[0]
+
+
+def test_lines_and_what_a_selection_keeps_are_those_of_loops(run):
+    layer, rows = run.layers[0], torch.tensor([9, 60, 130])
+    weights = layer.weights(rows)[..., :150]
+    lines = paper_prefill.lines_of(weights, rows, 40)
+    for head in range(len(weights)):
+        columns, distances = [0.0] * 40, [0.0] * 40
+        for at, row in enumerate(rows.tolist()):
+            for key in range(row + 1):
+                weight = float(weights[head, at, key])
+                if key < 40:
+                    columns[key] += weight
+                if row - key < 40:
+                    distances[row - key] += weight
+        assert lines[head].tolist() == pytest.approx([*columns, *distances])
+    chunk = paper_captures.prompt_chunk(layer, KVView.from_tensors(layer.k, layer.v), 150)
+    picked = parse_method("streaming(sinks=3, window=20)").select_prefill(chunk)
+    mass = paper_prefill.kept(picked, weights, rows)
+    for at, row in enumerate(rows.tolist()):
+        read = [key for key in range(row + 1) if key < 3 or row - key < 20]
+        torch.testing.assert_close(mass[:, at], weights[:, at, read].sum(-1))
+
+
+def test_two_inputs_have_all_lines_in_common_if_they_are_one(run):
+    found = defaultdict(list)
+    paper_prefill.inputs(run, run, found)
+    ((_, values),) = found.items()
+    assert len(values) == len(run.layers)
+    assert all((one == 1).all() for one in values)

@@ -12,6 +12,7 @@ from saccade.errors import RequestError
 from saccade.eval import infinitebench as infinitebench_files
 from saccade.eval import longbench as longbench_files
 from saccade.eval import prose
+from saccade.eval.haystack import file_of, read_text
 from saccade.eval.multiturn import SETS, VERSION, build, generate, render
 from saccade.eval.multiturn.segments import words
 from saccade.eval.multiturn.synthetic import NAMES as SYNTHETIC
@@ -65,8 +66,8 @@ def infinitebench(given: Given) -> Source:
 
 
 def multi_turn(given: Given) -> Source:
-    """LoopServe's construction at each of its three positions: ``mtsyn_qa:begin`` over made-up sets, and the sets of
-    the user's LongBench folder if there is one."""
+    """LoopServe's construction at each of its three positions: ``mtsyn_qa:begin`` over sets of made-up prose or of the
+    user's text (``haystack``), and the sets of the user's LongBench folder if there is one."""
     found = [name for name in SETS if given.longbench is not None and (given.longbench / f"{name}.jsonl").is_file()]
 
     @lru_cache(maxsize=8)
@@ -75,7 +76,9 @@ def multi_turn(given: Given) -> Source:
             made = name in SYNTHETIC
             size = _characters(length, given)
             source = (
-                generate(name, Path(scratch) / "source", items=_ITEMS, seed=seed, characters=size)
+                generate(
+                    name, Path(scratch) / "source", items=_ITEMS, seed=seed, characters=size, haystack=given.haystack
+                )
                 if made
                 else _folder(given.longbench) / f"{name}.jsonl"
             )
@@ -102,7 +105,8 @@ def multi_turn(given: Given) -> Source:
 
 def _characters(length: int, given: Given) -> int:
     """Of an item's prose, so that a conversation of three comes near ``length`` tokens."""
-    text = prose.generate(2000, 0)
+    path = file_of(given.haystack)
+    text = prose.generate(2000, 0) if path is None else " ".join(read_text(path)[:60])
     per_token = len(text) / (given.count_tokens or words)(text)
     return max(500, int(_SHARE * length * per_token / 3))
 

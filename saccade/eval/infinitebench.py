@@ -154,9 +154,18 @@ def load(
         truncated = False
         if codec is not None and longest is not None:
             head, tail, truncated = truncate_middle(head, tail, codec, longest)
-        meta = {"chat": False, "truncated": truncated, "label": task.label}
-        turn = Turn((head,) if head else (), tail, answers, task.metric, task.most, meta=meta)
+        turn = _turn(task, head, tail, answers, truncated)
         yield Sample(f"infinitebench:{name}", length or 0, index, 0, (turn,), meta={"_id": item.get("id")})
+
+
+def make_turn(name: str, item: dict[str, Any]) -> Turn:
+    """The turn that asks one item of a task in this project's wording, nothing cut."""
+    return _turn(TASKS[name], *_filled(name, TASKS[name].template, item), truncated=False)
+
+
+def _turn(task: Task, head: str, tail: str, answers: tuple[str, ...], truncated: bool) -> Turn:
+    meta = {"chat": False, "truncated": truncated, "label": task.label}
+    return Turn((head,) if head else (), tail, answers, task.metric, task.most, meta=meta)
 
 
 class _NoItem(ValueError):

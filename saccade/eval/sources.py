@@ -132,6 +132,13 @@ def _infinitebench(given: Given) -> Source:
     return file_sources.infinitebench(given)
 
 
+def _infinite_prose(given: Given) -> Source:
+    from saccade.eval import infinite_prose
+
+    make = partial(infinite_prose.make, lengths=_lengths(given, "tasks over prose"), haystack=given.haystack)
+    return Source("ibsyn", infinite_prose.VERSION, tuple(infinite_prose.TASKS), make)
+
+
 def _multi_turn(given: Given) -> Source:
     from saccade.eval import file_sources
 
@@ -146,10 +153,11 @@ SOURCES: dict[str, Loader] = {
     "long": _long,
     "longbench": _longbench,
     "infinitebench": _infinitebench,
+    "ibsyn": _infinite_prose,
     "mtlb": _multi_turn,
 }
 DEFAULT = "suite"
-FITTED = ("natural", "ruler", "long")  # sources whose samples depend on the model's tokenizer and the user's haystack
+FITTED = ("natural", "ruler", "long", "mtlb", "ibsyn")  # what samples are depends on the tokenizer and the haystack
 
 
 def is_fitted(names: Iterable[str]) -> bool:

@@ -14,6 +14,7 @@ from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.h2o import H2O
 from saccade.methods.hshare import HShare
 from saccade.methods.infinigen import InfiniGen
+from saccade.methods.infllm import InfLLM
 from saccade.methods.lfps import LFPS
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.lossless import Lossless
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Method]] = {
         FlexPrefill,
         H2O,
         HShare,
+        InfLLM,
         InfiniGen,
         LFPS,
         LoopServe,

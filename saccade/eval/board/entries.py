@@ -168,6 +168,7 @@ ENTRIES = (
     _prefill("minference", "minference(vertical={value}, slash={value})", _keys(32)),
     _prefill("xattention", "xattention(threshold={value})", THRESHOLD),
     _prefill("sampled_rows", "sampled_rows(gamma=0, threshold={value})", _falling(_geometric(0.0001, 1.0, 1.15))),
+    _prefill("infllm", "infllm(sinks=16, window=32, budget={value}, block_size=32)", _keys(32, forced=48)),
     _prefill("flashprefill", "flashprefill(alpha={value})", _falling(_SIGMOIDS)),
     _prefill("a_shape", "a_shape(sinks=16, window={value})", _keys(forced=16), "baseline"),
     _prefill("tri_shape", "tri_shape(sinks=16, window={value}, last=64)", _keys(forced=16), "baseline"),
