@@ -62,7 +62,9 @@ class HostBackend:
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
         frozen = frozen_rows(step.scheduled, self.setting.spec.layers, self.setting.watch.wants_all)
-        return HostPass(self.runner, step, result, self.attend(step, memories, result, frozen), self.setting.watch.logits)
+        return HostPass(
+            self.runner, step, result, self.attend(step, memories, result, frozen), self.setting.watch.logits
+        )
 
     def attend(
         self,

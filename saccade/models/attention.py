@@ -32,8 +32,8 @@ class Outside(Protocol):
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention
     ) -> Tensor:
-        """``q`` [batch, heads, rows, head_dim] over ``k``, ``v``, as a cache's ``update`` returned them; ``mask`` as the
-        mask function of our name made it -> [batch, rows, heads, head_dim]."""
+        """``q`` [batch, heads, rows, head_dim] over ``k``, ``v``, as a cache's ``update`` returned them; ``mask`` as
+        the mask function of our name made it -> [batch, rows, heads, head_dim]."""
         ...
 
 
@@ -84,8 +84,8 @@ def saccade_attention(
         return _outside[0](module, query, key, value, attention_mask, spec), None
     if saccade is None:
         raise MissingContextError(
-            "attn_implementation='saccade' needs `import saccade.transformers` before the model runs in transformers' own "
-            "loop (docs/transformers.md); saccade's engine runs it through HFRunner.run"
+            "attn_implementation='saccade' needs `import saccade.transformers` before the model runs in transformers' "
+            "own loop (docs/transformers.md); saccade's engine runs it through HFRunner.run"
         )
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passed an attention mask; masks are not supported")

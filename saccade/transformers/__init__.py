@@ -37,6 +37,6 @@ def configure(model: Any, policy: PolicyLike = None, **settings: Any) -> None:
 
 def report(model: Any) -> list[dict[str, Any]]:
     """What the last call really read, a dict for each sequence of its batch, as ``RequestOutput.report`` of
-    ``saccade.LLM`` has it: ``report(model)[0]["decode"]["density"]``, ``["keys_attended"]``, ``["notes"]``. Empty before
-    the first call."""
+    ``saccade.LLM`` has it: ``report(model)[0]["decode"]["density"]``, ``["keys_attended"]``, ``["notes"]``. Empty
+    before the first call."""
     return [one.as_dict() for one in runtime_of(text_config(model)).reports]

@@ -1,4 +1,4 @@
-"""Attention of layers that run in transformers' own loop, and the mask that it hands to them: which rows are padding."""
+"""Attention of layers that run in transformers' own loop, and the mask that it hands to them: what is padding."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def padding_mask(
     for attention is causal, and windows are told apart. ModelError for a mask that says more."""
     if use_vmap or not allow_is_causal_skip:
         raise ModelError(
-            "attn_implementation='saccade' attends causally over tokens of one sequence a row: not over several that are "
-            "packed into one (position_ids that begin anew), nor over images, nor in both directions; use 'sdpa'"
+            "attn_implementation='saccade' attends causally over tokens of one sequence a row: not over several that "
+            "are packed into one (position_ids that begin anew), nor over images, nor in both directions; use 'sdpa'"
         )
     return attention_mask
 

@@ -170,7 +170,7 @@ class SaccadeCache(Cache):
         if batch != len(self._rows):
             raise SaccadeError(f"a batch of {batch} on a cache of {len(self._rows)} sequences; begin with a new cache")
         whole = self._whole_mask(mask, batch, columns)
-        real: list[Places] = [slice(0, columns)] * batch
+        real: list[Places] = [range(columns)] * batch
         if whole is not None:
             real = [_places(row[self._columns :]) for row in whole]
             if any(spec_window is not None for spec_window in running.model.spec.windows) and _has_holes(whole):
@@ -208,7 +208,9 @@ class SaccadeCache(Cache):
         if self._columns + columns >= total:
             self._prompt = None
         if mask is None:
-            return [total] * batch if self._mask is None else [int(self._mask.shape[1])] * batch
+            if self._mask is not None:
+                raise SaccadeError("give attention_mask with prefill_chunk_size where some columns are padding")
+            return [total] * batch
         counts = mask.sum(1)
         return counts.repeat_interleave(batch // len(counts)).tolist()
 
@@ -236,7 +238,9 @@ class SaccadeCache(Cache):
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise SaccadeError(f"this cache cannot go on, for a pass over it broke ({self._broken}); begin with a new one")
+            raise SaccadeError(
+                f"this cache cannot go on, for a pass over it broke ({self._broken}); begin with a new one"
+            )
         if self._pass is not None:
             raise SaccadeError("the last pass over this cache left layers out; begin with a new cache")
 
@@ -272,12 +276,12 @@ def _free(memories: Memories, ids: set[int]) -> None:
 
 
 def _places(real: Tensor) -> Places:
-    """The true places of a row, as a slice where nothing lies between them."""
+    """The true places of a row, as a range where nothing lies between them."""
     found: list[int] = real.nonzero()[:, 0].tolist()
     if not found:
-        return slice(0, 0)
+        return range(0)
     first, last = found[0], found[-1] + 1
-    return slice(first, last) if last - first == len(found) else found
+    return range(first, last) if last - first == len(found) else found
 
 
 def _has_holes(mask: Tensor) -> bool:

@@ -39,8 +39,8 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
     cache = kwargs.get("past_key_values")
     if cache is not None and not isinstance(cache, SaccadeCache):
         raise RequestError(
-            f"past_key_values={type(cache).__name__}(...) does not hold its keys in saccade's pool; leave it out, or give "
-            "saccade.transformers.SaccadeCache(model)"
+            f"past_key_values={type(cache).__name__}(...) does not hold its keys in saccade's pool; leave it out, or "
+            "give saccade.transformers.SaccadeCache(model)"
         )
     own = cache is None
     if cache is None:
@@ -54,11 +54,10 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
     if _asked("prefill_chunk_size", self, kwargs, chosen) is not None and isinstance(ids, torch.Tensor):
         mask = kwargs.get("attention_mask")
         cache.expect(ids.shape[1] if mask is None else mask.shape[1], mask)
-    before = cache.get_seq_length()
     try:
         out = _theirs(self, *args, **{**kwargs, "past_key_values": cache})
-        tokens = cache.get_seq_length() + 1 - max(before, 0 if ids is None else ids.shape[1])
-        cache.ended([max(0, tokens)] * cache.batch_size)
+        made = out if isinstance(out, torch.Tensor) else out.sequences
+        cache.ended([made.shape[1] - (0 if ids is None else ids.shape[1])] * cache.batch_size)
         runtime.reports = cache.reports
     except BaseException:
         if own:
@@ -100,7 +99,9 @@ def _refuse_rollbacks(kwargs: dict[str, Any], policy: Policy) -> None:
     """Drafted tokens are read several at a time and taken back, which a sparse method's rows are not made for."""
     for name in ("assistant_model", "prompt_lookup_num_tokens"):
         if kwargs.get(name) is not None:
-            raise RequestError(f"{name} goes with saccade='dense' alone, not with '{policy.text}'; leave one of them out")
+            raise RequestError(
+                f"{name} goes with saccade='dense' alone, not with '{policy.text}'; leave one of them out"
+            )
 
 
 def install() -> None:

@@ -21,14 +21,14 @@ from saccade.methods.policy import Policy
 from saccade.models.interface import LayerAttention
 from saccade.transformers.runtime import Running, Runtime
 
-Places = slice | list[int]  # columns
+Places = range | list[int]  # columns
 
 
 @dataclass
 class Row:
-    """A sequence of a batch. ``stored``: its tokens in the pool; ``seen``: those that states were built from, more after
-    a cut. ``prefill``: the prompt that is being read, from its first token to behind its last, ``after_cut``: where tokens
-    were cut off; ``decodes_from``: where decode began."""
+    """A sequence of a batch. ``stored``: its tokens in the pool; ``seen``: those that states were built from, more
+    after a cut. ``prefill``: the prompt that is being read, from its first token to behind its last, ``after_cut``:
+    where tokens were cut off; ``decodes_from``: where decode began."""
 
     id: int
     report: Report
@@ -52,10 +52,11 @@ class Row:
             return
         if not runtime.memories[self.id].truncate(length, Cut.TURN, self.stored, False, False):
             raise SaccadeError(
-                f"crop to {length} tokens: what '{self.report.policy.text}' keeps of this sequence cannot go back; crop "
-                "under 'dense', or begin with a new cache"
+                f"crop to {length} tokens: what '{self.report.policy.text}' keeps of this sequence cannot go back; "
+                "crop under 'dense', or begin with a new cache"
             )
         self.stored, self.decodes_from = length, None
+        self.prefill = min(self.prefill[0], length), min(self.prefill[1], length)
 
 
 @dataclass
@@ -80,8 +81,9 @@ class Part:
                 out[list(self.rows), 0] = done
         else:
             row = self.rows[0]
-            asked = [one[row][:, self.places] for one in (q, k, v)]
-            out[row, self.places] = self.attention.context.run(layer, *asked, spec).transpose(0, 1)
+            places = _index(self.places)
+            asked = [one[row][:, places] for one in (q, k, v)]
+            out[row, places] = self.attention.context.run(layer, *asked, spec).transpose(0, 1)
         for one in self.result.requests.values():
             if one.error is not None:
                 raise SaccadeError(one.error)
@@ -107,7 +109,7 @@ class Pass:
         total: Sequence[int] | None = None,
     ) -> None:
         self.runtime, self.rows, self.columns, self.next = runtime, rows, columns, 0
-        self.ends = [row.stored + _count(places) for row, places in zip(rows, real)]
+        self.ends = [row.stored + len(places) for row, places in zip(rows, real)]
         self.parts: list[Part] = []
         began = time.perf_counter()
         decoding: list[int] = []
@@ -127,8 +129,8 @@ class Pass:
                 row.decodes_from = None
             if end > row.prefill[1]:
                 raise SaccadeError(
-                    f"a chunk ends at token {end} of a prompt of {row.prefill[1]}; give prefill_chunk_size together with "
-                    "the prompt's attention_mask"
+                    f"a chunk ends at token {end} of a prompt of {row.prefill[1]}; give prefill_chunk_size together "
+                    "with the prompt's attention_mask"
                 )
             self._read(running, number, policy, places, end)
         if decoding:
@@ -146,7 +148,7 @@ class Pass:
             span = first, last, last, row.after_cut
             one = ScheduledRequest(row.request, row.id, start, stop, "prefill", policy, *span)
             some = slice(start - row.stored, stop - row.stored)
-            here = places[some] if isinstance(places, list) else slice(places.start + some.start, places.start + some.stop)
+            here = places[some]
             self._plan(running, [one], [number], here)
             start = stop
 
@@ -167,7 +169,7 @@ class Pass:
             scheduled.append(
                 ScheduledRequest(row.request, row.id, at, stop, "decode", policy, row.decodes_from, stop, stop)
             )
-        self._plan(running, scheduled, numbers, slice(0, 1))
+        self._plan(running, scheduled, numbers, range(1))
 
     def _plan(
         self, running: Running, scheduled: Sequence[ScheduledRequest], numbers: Sequence[int], places: Places
@@ -211,5 +213,6 @@ class Pass:
                 row.stored = row.seen = end
 
 
-def _count(places: Places) -> int:
-    return len(places) if isinstance(places, list) else places.stop - places.start
+def _index(places: Places) -> slice | list[int]:
+    """A slice copies nothing."""
+    return slice(places.start, places.stop) if isinstance(places, range) else places

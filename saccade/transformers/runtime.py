@@ -108,8 +108,8 @@ class Runtime:
         if model.spec != spec or model.device != q.device:
             if self.memories:
                 raise SaccadeError(
-                    f"rows in {spec.dtype} on {q.device} after rows in {model.spec.dtype} on {model.device}: keys and values "
-                    "of a model lie on one device, in one dtype; load it without device_map and autocast"
+                    f"rows in {spec.dtype} on {q.device} after rows in {model.spec.dtype} on {model.device}: keys and "
+                    "values of a model lie on one device, in one dtype; load it without device_map and autocast"
                 )
             self.running = self._made(spec, q.device)
         return self.running
