@@ -27,8 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saccade.errors import ModelError, RequestError
-from saccade.models import LayerAttention, Segment, load_model
-from saccade.models import attention
+from saccade.models import LayerAttention, Segment, attention, load_model
 from saccade.models.attention import MissingContextError, layer_attention, register, saccade_attention
 
 
