@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, PAD, make_checkpoint, oracle, random_ids
+from tiny_models import CONFIGS, PAD, byte_tokenizer, make_checkpoint, oracle, random_ids
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, pipeline
 
 from saccade import LLM, SamplingParams
@@ -121,6 +121,12 @@ def test_other_ways_to_generate_give_eager_attentions_tokens(ours, theirs, asked
     assert torch.equal(ours.generate(**inputs, **greedy(), **asked), theirs.generate(**inputs, **greedy(), **asked))
 
 
+def test_what_generate_hands_on_to_attention_is_let_through(ours, theirs):
+    """A tokenizer for stop strings reaches every layer's attention as a keyword."""
+    asked = {"stop_strings": ["never said"], "tokenizer": byte_tokenizer(), "output_hidden_states": True}
+    assert torch.equal(*(model.generate(**batch((20,)), **greedy(3), **asked) for model in (ours, theirs)))
+
+
 def test_samples_of_one_prompt(ours, theirs):
     inputs = {name: rows[:1] for name, rows in batch().items()}
     made = []
@@ -201,8 +207,6 @@ def test_a_default_policy_and_the_environments(folder, monkeypatch):
 
 
 def test_a_pipeline_is_unchanged(ours, folder):
-    from tiny_models import byte_tokenizer
-
     ask = pipeline("text-generation", model=ours, tokenizer=byte_tokenizer())
     said = ask("hello there", max_new_tokens=4, do_sample=False, saccade="lfps")
     assert said[0]["generated_text"].startswith("hello there")

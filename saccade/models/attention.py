@@ -19,7 +19,19 @@ from saccade.models.interface import AttentionContext, LayerAttention
 ATTENTION_NAME = "saccade"
 
 # Keywords that transformers' layers pass along and that say nothing about which keys a row may read.
-_INERT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "output_router_logits"})
+_INERT = frozenset(
+    {
+        "assistant_tokenizer",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "tokenizer",
+        "use_cache",
+    }
+)
 
 
 class MissingContextError(RuntimeError):
