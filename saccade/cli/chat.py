@@ -121,7 +121,7 @@ class Stopper:
 
 def terminal_reader(commands: list[str], reading: Callable[[], str] = str) -> Callable[[], str | None]:
     """Reads messages with line editing, history and completion of commands. Enter sends; Alt-Enter, and line breaks of
-    what is pasted, do not. Below stands what ``reading`` says, where it says anything."""
+    what is pasted, do not. Above stands what ``reading`` says, as long as it says anything."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -136,20 +136,23 @@ def terminal_reader(commands: list[str], reading: Callable[[], str] = str) -> Ca
     def _break(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    def message() -> str:
+        said = reading()
+        return f"{said}\n> " if said else "> "
+
     completer = WordCompleter([f"/{name}" for name in (*commands, "quit")], sentence=True)
     session: PromptSession[str] = PromptSession(
-        "> ",
+        message,
         multiline=True,
         key_bindings=keys,
         completer=completer,
         complete_while_typing=False,
         prompt_continuation="  ",
-        refresh_interval=0.5,
     )
 
     def read() -> str | None:
         try:
-            return session.prompt(bottom_toolbar=(lambda: reading() or None) if reading() else None)
+            return session.prompt(refresh_interval=0.5 if reading() else 0)
         except EOFError:
             return None
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from saccade.llm import LLM
 
 DELAY = 0.4  # seconds before a bar shows itself: what takes less needs none
+FEW = 256  # tokens that need no bar either
 TICK = 0.25  # seconds between two looks at how far a prompt is
 
 
@@ -100,6 +101,9 @@ def _draw(gauge: Gauge, what: str, over: threading.Event) -> None:
             if seen is not None:
                 read, share, left = seen
                 said = f"{read.about:,} of {read.total:,} tokens" + ("" if left is None else f", {clock(left)} left")
+                if bar is None and read.total - read.tokens < FEW:
+                    over.wait(TICK)
+                    continue
                 if bar is None:
                     bar = progress.add_task(what, total=1.0, said=said)
                 progress.update(bar, completed=share, said=said)

@@ -106,4 +106,4 @@ def _refuse_rollbacks(kwargs: dict[str, Any], policy: Policy) -> None:
 
 def install() -> None:
     """Have every model's ``generate`` be ours; it leaves models of other attention as they are."""
-    GenerationMixin.generate = generate
+    GenerationMixin.generate = generate  # type: ignore[method-assign]

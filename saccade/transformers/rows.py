@@ -73,8 +73,8 @@ class Part:
         """Store and attend; ``out`` [batch, rows, heads, head_dim]."""
         if self.scheduled[0].phase == "decode":
             every = len(self.rows) == q.shape[0]
-            asked = [(one if every else one[list(self.rows)])[:, :, 0].transpose(0, 1) for one in (q, k, v)]
-            done = self.attention.context.run(layer, *asked, spec).transpose(0, 1)
+            q, k, v = ((one if every else one[list(self.rows)])[:, :, 0].transpose(0, 1) for one in (q, k, v))
+            done = self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
             if every:
                 out[:, 0] = done
             else:
@@ -82,8 +82,8 @@ class Part:
         else:
             row = self.rows[0]
             places = _index(self.places)
-            asked = [one[row][:, places] for one in (q, k, v)]
-            out[row, places] = self.attention.context.run(layer, *asked, spec).transpose(0, 1)
+            q, k, v = (one[row][:, places] for one in (q, k, v))
+            out[row, places] = self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
         for one in self.result.requests.values():
             if one.error is not None:
                 raise SaccadeError(one.error)
