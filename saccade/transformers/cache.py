@@ -94,6 +94,7 @@ class SaccadeCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns. SaccadeError where what a method knows cannot go back."""
         self._check()
+        tokens_to_remove = int(tokens_to_remove)  # some versions give a tensor
         if not -self._columns <= tokens_to_remove <= 0:
             raise SaccadeError(
                 f"crop({tokens_to_remove}) must be from {-self._columns} to 0: minus the columns to remove of "
