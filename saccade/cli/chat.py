@@ -14,7 +14,7 @@ import typer
 from saccade.cli.options import FIRST, LAST, POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
 from saccade.cli.sessions import held, older_file, path_of
-from saccade.cli.streaming import cut_short, hint, show_stream
+from saccade.cli.streaming import hint, show_stream
 from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def talk(conversation: Conversation, read: Callable[[], str | None], model: str)
             elif stopper.stopped:
                 _note("stopped; what was said stays")
             elif outcome.finish_reason == "length":
-                _note(f"{cut_short(outcome)}, and 'go on' has it continued")
+                cut = f"the answer was cut after {outcome.report['output_tokens']:,} tokens"
+                _note(f"{cut}; -n allows more, and 'go on' has it continued")
             elif not hinted:
                 hinted = hint(model, outcome.text)
         except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -17,8 +18,9 @@ def check_name(model: object) -> None:
     """ModelError for a name that no model can have: no file or folder here, none of ours, and no hub's."""
     if not isinstance(model, str) or model in (*BUILT_IN, *FETCHED) or _HUB.fullmatch(model):
         return
-    if model and Path(model).expanduser().exists():
-        return
+    with suppress(RuntimeError, OSError, ValueError):  # no home of that user; a name that no file can have
+        if model and Path(model).expanduser().exists():
+            return
     close = get_close_matches(model, (*BUILT_IN, *FETCHED), 1)
     meant = f"; did you mean {close[0]}?" if close else ""
     raise ModelError(

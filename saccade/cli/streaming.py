@@ -76,16 +76,10 @@ def summary(outcome: RequestOutcome) -> None:
                 f"{phase} {stats['tokens']} tokens by {stats['policy']}, {read}, "
                 f"{stats['seconds']:.2f} s ({stats['tokens_per_second'] or 0:.1f} tokens/s)"
             )
-    print(f"[{outcome.finish_reason}] " + "; ".join(parts), file=sys.stderr)
-    if outcome.finish_reason == "length":
-        print(f"saccade: note: {cut_short(outcome)}", file=sys.stderr)
+    cut = "; the answer was cut: -n allows more" if outcome.finish_reason == "length" else ""
+    print(f"[{outcome.finish_reason}] " + "; ".join(parts) + cut, file=sys.stderr)
     for note in report["notes"]:
         print(f"saccade: note: {note}", file=sys.stderr)
-
-
-def cut_short(outcome: RequestOutcome) -> str:
-    """Of an answer that ended by its length."""
-    return f"the answer was cut after {outcome.report['output_tokens']:,} tokens; -n allows more"
 
 
 def hint(model: str, text: str) -> bool:
