@@ -95,7 +95,7 @@ def tokens_of(llm: LLM, text: str, length: int, steps: int, own: bool) -> list[i
     if own:
         params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
         (output,) = llm.generate([ids[: length - steps]], params, policy="dense")
-        ids = [*ids[: length - steps], *output.token_ids]
+        ids = [*ids[: length - steps], *output.outputs[0].token_ids]
     return ids
 
 

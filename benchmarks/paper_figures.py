@@ -1,5 +1,5 @@
 """The papers' figures of attention itself, on a model's own attention over natural text; and what decode methods do to
-it: LFPS Fig. 2, 6, 7, eq. 2 and Table 3; CIS's search ratios; LoopServe Obs. 1; FlexPrefill Fig. 3, 7, 8, 10; PrHS
+it: LFPS Fig. 2, 6 to 8, eq. 2 and Table 3; CIS's search ratios; LoopServe Obs. 1; FlexPrefill Fig. 3, 7, 8, 10; PrHS
 Fig. 1, 2, 4, 8 and eq. 8. Truth is float64; selections are those of the methods themselves.
 
     python benchmarks/paper_figures.py smollm2 -f dracula.txt -f saccade --length 1024 --length 4096

@@ -74,7 +74,7 @@ def methods(budget: int) -> dict[str, str]:
 
 
 def attention(run: Captured, layer: Layer, found: Found) -> None:
-    """LFPS, Fig. 2, Table 3 and Fig. 6, 7; PrHS, Fig. 2 and 4; how queries turn."""
+    """LFPS, Fig. 2, Table 3 and Fig. 6 to 8; PrHS, Fig. 2 and 4; how queries turn."""
     weights = layer.weights(run.steps)
     count = max(1, round(SHARE * run.context))
     sets = stats.heaviest(weights, count)
@@ -121,10 +121,22 @@ def resting(run: Captured, layer: Layer, weights: Tensor, sets: Tensor, found: F
         found["LFPS Fig. 2c", f"{name}: heads that rest"].append(error[sinks > RESTS])
         found["LFPS Fig. 2c", f"{name}: all heads"].append(error.flatten())
     alike = cosine_similarity(weights[:, 1:, SINKS:], weights[:, :-1, SINKS:], dim=-1)
+    near, sink = cosine_similarity(true[:, 1:], true[:, :-1], dim=-1), cosine_similarity(true, values[:, :1], dim=-1)
     for name, which in (("above", first > 0.9), ("up to", first <= 0.9)):
-        found["LFPS Fig. 7", f"cosine of neighbouring steps' weights, first key {name} 0.9"].append(
-            alike[which[:, 1:] & which[:, :-1]]
-        )
+        both = which[:, 1:] & which[:, :-1]
+        found["LFPS Fig. 7", f"cosine of neighbouring steps' weights, first key {name} 0.9"].append(alike[both])
+        found["LFPS Fig. 8", f"cosine of neighbouring steps' outputs, first key {name} 0.9"].append(near[both])
+        found["LFPS Fig. 8", f"cosine of outputs and the first key's value, first key {name} 0.9"].append(sink[which])
+    for own, rests in zip(weights[..., SINKS:], first):
+        made, high = stats.by_interval(own, rests, 0.05)
+        close = cosine_similarity(made[:, None], made[None], dim=-1)
+        pairs = torch.ones_like(close, dtype=torch.bool).triu(1)
+        for name, which in (
+            ("both up to 0.9", ~high[:, None] & ~high),
+            ("one of them above 0.9", high[:, None] ^ high),
+        ):
+            what = f"cosine of patterns by intervals of 0.05 of the first key's weight, {name}"
+            found["LFPS Fig. 7", what].append(close[pairs & which])
 
 
 def clusters(weights: Tensor, alike: Tensor, found: Found) -> None:

@@ -35,7 +35,12 @@ SECTIONS = {
     "LFPS Fig. 6": ("LFPS, Fig. 6: patterns are not exact", "Paper: a picture of the heaviest 5 %."),
     "LFPS Fig. 7": (
         "LFPS, Fig. 7: likeness of patterns and sinks",
-        "Weights behind the first four keys, of neighbouring steps. Paper: alike patterns change at 0.9.",
+        "Weights behind the first four keys: of neighbouring steps; and summed over a head's steps whose first key's "
+        "weight lies in one interval of 0.05, of two intervals. Paper: a marked shift at 0.9.",
+    ),
+    "LFPS Fig. 8": (
+        "LFPS, Fig. 8: outputs of heads that rest",
+        "Paper: a picture of outputs of heads at steps of one layer, those of sparse heads alike and the sink's value.",
     ),
     "PrHS CIS": ("PrHS: how queries turn", "Of neighbouring steps of one head; rotated queries."),
     "PrHS Table VI": (
@@ -78,6 +83,13 @@ SECTIONS = {
         "6.12 and 6.11 under PSAW, 6.16 under ETF; dense is not printed.",
     ),
 }
+OWN = (
+    "LFPS Fig. 2a",
+    "LFPS eq. 2",
+    "LFPS Table 3",
+    "PrHS CIS",
+    "PrHS Table VI",
+)  # where steps' own text makes a difference
 BY_METHOD = {
     "PrHS Fig. 1b": (
         "PrHS, Fig. 1b: output error at equal budgets",
@@ -141,7 +153,7 @@ def page(rows: Sequence[Row]) -> str:
             layers = by_layer([r for r in text if r["figure"] == figure and ", layer " in r["what"]])
             out += [layers] if layers else []
             own = [r for r in rows if r["figure"] == figure and r["rows"] == "own"]
-            if own and figure in ("PrHS Table VI", "PrHS CIS"):
+            if own and figure in OWN:
                 out += ["Of the model's own greedy answers:", table(own)]
     for figure, (title, said) in BY_METHOD.items():
         own = [r for r in text if r["figure"] == figure]

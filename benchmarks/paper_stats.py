@@ -85,6 +85,15 @@ def line_share(weights: Tensor, distance: Tensor, share: float) -> float:
     return float((weights * (column | diagonal[back])).sum() / weights.sum())
 
 
+def by_interval(weights: Tensor, shares: Tensor, width: float) -> tuple[Tensor, Tensor]:
+    """The sums of the rows of ``weights`` [steps, n] whose ``shares`` [steps] lie in each interval (0, width], (width,
+    2 width], ... that has any: [intervals, n]; and bool [intervals], those above 0.9."""
+    number = ((shares / width).ceil().long() - 1).clamp(min=0)
+    some = number.unique()
+    sums = torch.stack([weights[number == one].sum(0) for one in some])
+    return sums, (some + 0.5) * width > 0.9
+
+
 def variation(one: Tensor, other: Tensor) -> Tensor:
     """Total variation distance of two distributions (PrHS, eq. 7): [..., n] twice -> [...]."""
     return (one - other).abs().sum(-1) / 2

@@ -3,6 +3,8 @@ tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/psa_fig6.py [--requests 32] [--scale 0.2] [--answers 1] [--room 2]
         [--clock processor|wall]
+    OMP_NUM_THREADS=1 python benchmarks/psa_fig6.py -m qwen2.5-coder --loads 0.5 0.8 --tokens 128 --requests 8
+    python benchmarks/psa_fig6.py -m qwen2.5-coder --device cuda --clock wall --loads 0.5 0.8 --tokens 128 --scale 1
 
 Requests are as long as those of ``saccade bench serve --mix longbench``, times ``--scale``: eight sets in one Poisson
 trace, first come, first served; each set's prompts are those of one task of the suite. A rate is sustained if the 99th
@@ -19,6 +21,11 @@ all else, which is what perfect pipelining could bring. ``never idle``: requests
 which no decode method makes a difference; ``right``: the tasks' score of the answers, which most sets cut short.
 ``--answers`` makes these longer: the paper's models decode 20 to 30 ms a step and (psa_capacity.py) prefill 11,000 rows
 a second, the reference model 1.5 ms and 10,000, so that prefill takes a greater part of its time.
+
+With ``--loads`` no capacity is sought: every system gets the trace at these shares of the rate that dense takes when it
+never idles, and a row says what came of it: requests and tokens a second; the time to the first token (TTFT) and
+between tokens (TPOT); and which share of the requests kept the strict and the relaxed bound: 99 % of the times between
+its tokens within it, and no longer in the queue than the median may be.
 """
 
 from __future__ import annotations
@@ -27,10 +34,10 @@ import argparse
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -77,6 +84,13 @@ class Asked:
     waited: float = 0.0
     told: int = 0
     last: float = 0.0
+    first: float = 0.0  # seconds to the first token
+    gaps: list[float] = field(default_factory=list)  # and from each token to the next
+
+    def kept(self, bound: float, queue: float) -> bool:
+        """Whether 99 % of the gaps are within ``bound``, and it waited for at most ``queue``."""
+        late = sum(gap > bound for gap in self.gaps)
+        return late <= 0.01 * len(self.gaps) and self.waited <= queue
 
 
 @dataclass
@@ -106,7 +120,7 @@ def trace(llm: LLM, options: argparse.Namespace) -> list[Asked]:
         (words, most), number = one.turns[0], one.number
         tokens = max(128, round(words * TOKENS_A_WORD))
         turn = make(TASKS[number % len(TASKS)], tokens, number).turns[0]
-        most = max(4, round(options.answers * most))
+        most = options.tokens or max(4, round(options.answers * most))
         asked.append(Asked(one.at, render(llm.tokenizer, [], turn).ids, most, turn))
     return asked
 
@@ -143,7 +157,7 @@ class Replay:
         engine, policy, found = self.engine, Policy.parse(self.system.policy), Ran()
         waiting, running, now = deque(asked), list[Asked](), 0.0
         for one in asked:
-            one.request = None
+            one.request, one.gaps = None, []
         gaps = late = 0
         may_gap, may_wait = 0.01 * sum(one.most - 1 for one in asked), len(asked) / 2
         before, copied = self._counts(), self.copying
@@ -174,6 +188,10 @@ class Replay:
                 count = len(request.output_ids or request.final_ids or ())
                 if count > one.told:
                     gaps += one.told > 0 and now - one.last > bound
+                    if one.told:
+                        one.gaps += [(now - one.last) / (count - one.told)] * (count - one.told)
+                    else:
+                        one.first = now - one.at / rate
                     one.told, one.last = count, now
             if prefills:
                 found.mixed.append(took)
@@ -238,8 +256,47 @@ def capacity(run: Callable[[float], Ran], rate: float, least: float) -> tuple[fl
     return low, kept
 
 
+def load_rows(
+    systems: list[System],
+    served: Callable[[System, float | None], AbstractContextManager[Replay]],
+    asked: list[Asked],
+    rate: float,
+    loads: list[float],
+    iteration: float,
+) -> None:
+    """Print what comes of ``asked`` at shares ``loads`` of ``rate``, of each system, under the relaxed bound."""
+    print("| load | system | requests/s | tokens/s | TTFT, s: median, p99 | TPOT, ms: mean, p99 | strict | relaxed "
+          "| right | density | batch | hits | copies |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for load in [*loads, None]:
+        for system in systems:
+            with served(system, RELAXED * iteration) as replay:
+                found = replay.run(asked, 1e9 if load is None else load * rate)
+            first = [one.first for one in asked]
+            gaps = sorted(gap for one in asked for gap in one.gaps)
+            kept = [
+                fmean(one.kept(bound * iteration, 1e9 if load is None else QUEUE * iteration) for one in asked)
+                for bound in (STRICT, RELAXED)
+            ]
+            tokens = sum(one.told for one in asked)
+            print(
+                f"| {'all at once' if load is None else f'{load * rate:.3f}/s'} | {system.name} "
+                f"| {len(asked) / found.seconds:.3f} | {tokens / found.seconds:.1f} "
+                f"| {median(first):.1f}, {quantiles(first, n=100, method='inclusive')[-1]:.1f} "
+                f"| {1e3 * fmean(gaps):.0f}, {1e3 * gaps[int(0.99 * len(gaps))]:.0f} | {kept[0]:.0%} | {kept[1]:.0%} "
+                f"| {found.right:.0%} | {found.density:.0%} | {fmean(found.batches):.1f} | {found.hits:.1%} "
+                f"| {found.copying:.1%} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", default="reference")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, help="of every answer, instead of the sets'")
+    parser.add_argument("--loads", nargs="+", type=float, help="shares of dense's rate, instead of a capacity")
+    parser.add_argument("--replacement", default="clock", help="who leaves memory (kv_replacement)")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--scale", type=float, default=0.2, help="of the sets' prompts and answers")
     parser.add_argument("--answers", type=float, default=1.0, help="so many times as long")
@@ -255,27 +312,33 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1 if options.clock == "processor" else torch.get_num_threads())
     clock = CLOCKS[options.clock]
-    with LLM("reference", dtype="bfloat16", kv_memory="64MiB") as llm:
+    with LLM(options.model, dtype="bfloat16", kv_memory="64MiB") as llm:
         asked, spec = trace(llm, options), llm.model.spec
     layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, 32)
     mean = fmean(len(one.ids) + one.most for one in asked)
     blocks = max(layout.blocks(round(options.room * mean)), *(layout.blocks(len(one.ids) + one.most) for one in asked))
     memory = blocks * spec.layers * layout.block_bytes
     threads = torch.get_num_threads()
-    settings: dict[str, Any] = {"dtype": "bfloat16", "prefill_chunk": 512, "exact": False, "threads": threads}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "prefill_chunk": 512, "exact": False, "device": options.device}
+    if options.device == "cpu":
+        settings["threads"] = threads
 
     @contextmanager
     def served(system: System, bound: float | None) -> Iterator[Replay]:
-        more: dict[str, Any] = {"kv_host": "512MiB", "kv_pool": system.pool} if system.tiered else {}
+        more: dict[str, Any] = {}
+        if system.tiered:
+            room = 2 * sum(layout.blocks(len(one.ids) + one.most) for one in asked) * spec.layers * layout.block_bytes
+            host = max(512 << 20, room)
+            more = {"kv_host": host, "kv_pool": system.pool, "kv_replacement": options.replacement}
         gap = None if bound is None else max(0.001, bound)
-        with LLM("reference", kv_memory=memory, max_token_gap=gap, **settings, **more) as llm:
+        with LLM(options.model, kv_memory=memory, max_token_gap=gap, **settings, **more) as llm:
             yield Replay(llm, system, clock)
 
     with served(System("dense", "dense", tiered=False), None) as replay:
-        replay.run(asked)  # warms up
+        replay.run(asked if options.loads is None else asked[:2])  # warms up
         flood = replay.run(asked)
     with served(System("psa", options.psa), None) as replay:
-        share = replay.run(asked).density
+        share = replay.run(asked if options.loads is None else asked[:2]).density
     systems = [
         System("dense", "dense", tiered=False),
         System("arkvale", options.arkvale or f"arkvale(budget={round(1.2 * share * mean)})"),
@@ -290,6 +353,11 @@ def main() -> None:
         f"({options.clock} clock, {threads} threads); "
         f"the median request waits for at most {1e3 * QUEUE * iteration:.0f} ms\n"
     )
+    if options.loads is not None:
+        if options.only:
+            systems = [one for one in systems if one.name.split()[0] in options.only]
+        load_rows(systems, served, asked, len(asked) / flood.seconds, options.loads, iteration)
+        return
     print(
         "| bound | system | requests/s | over dense | never idle | ms/step | prefill | right | density | batch | hits "
         "| copies |"

@@ -61,8 +61,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
          field<&ListedKeys::block_size>("block_size").at_least(1).optional(),
          field<&ListedKeys::probes>("probes").optional(),
          field<&ListedKeys::places>("places").optional(), field<&ListedKeys::epsilon>("epsilon").optional(),
-         field<&ListedKeys::decay>("decay").optional(),
-         field<&ListedKeys::apart>("apart").optional()});
+         field<&ListedKeys::decay>("decay").optional()});
     bind_struct<ListedLayer>(
         m, "ListedLayer",
         {field<&ListedLayer::tally>("tally").optional(), field<&ListedLayer::tables>("tables").optional(),

@@ -15,8 +15,6 @@ struct ListedKeys {
     int64_t blocks = 0, block_size = 1, probes = 0;
     const double* places = nullptr;  // [probes]: where they lie, shares of all keys, rising
     double epsilon = 1, decay = 0;   // epsilon 1: nobody is bypassed
-    // The sinks are read elsewhere, and merged by log-sum-exp: here they decide about bypasses and nothing else.
-    bool apart = false;
 };
 
 // One layer's knowledge: LFPS's tables and statistics, and tallies float64 [heads + 3] (keys that each head read, keys

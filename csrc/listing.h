@@ -25,8 +25,6 @@ class Listing : public RowWork {
         const int64_t others = attention.q_start + 1 - c_.sinks - c_.local;
         RowWork::begin(attention, c_.units, others + c_.tables, "");  // tables may find nothing but what is forced
         check_lists(c_.units);
-        if (c_.apart && (!c_.tables || c_.units != a_.heads))
-            throw std::invalid_argument("sinks are read apart where tables choose for each head");
         if (!c_.tables) return;
         check_tables();
         if (!l_.mean_key || !l_.mean_value || !l_.spread)
@@ -74,7 +72,7 @@ class Listing : public RowWork {
         const int64_t per_unit = a_.heads / c_.units;
         for (int64_t h = 0; h < a_.heads; ++h) {
             const int64_t list = any_idle_ ? h : h / per_unit;
-            l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list] + (c_.apart ? c_.sinks : 0));
+            l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list]);
         }
         l_.tally[a_.heads] += std::nearbyint(static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units));
     }
@@ -268,7 +266,7 @@ class Listing : public RowWork {
         g.k = best_keys_.data();
         g.full = all_[0] ? all_.data() : nullptr;
         g.idle = any_idle_ ? idle_.data() : nullptr;
-        g.sinks = c_.apart ? 0 : c_.sinks;
+        g.sinks = c_.sinks;
         g.local = c_.local;
         g.idle_keys = g.sinks;
         g.lists = lists;

@@ -144,7 +144,7 @@ def test_only_queries_new_rows_and_results_cross_the_link(folder, whole):
         (done,) = llm.generate([prompt], params, policy=LFPS)
         moved, steps = done.report["tiers"], 39
         assert tokens(done) == tokens(want)
-        down, up = (HEADS + 2 * KV_HEADS) * DIM * 4, HEADS * (DIM + 1) * 4
+        down, up = (HEADS + 2 * KV_HEADS) * DIM * 4, HEADS * DIM * 4
         assert moved["bytes_down"] == steps * LAYERS * down
         assert moved["bytes_up"] == steps * LAYERS * up
         blocks = -(-439 // 32) * LAYERS

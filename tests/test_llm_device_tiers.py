@@ -98,15 +98,23 @@ def test_what_lies_on_the_disk_comes_through_host_memory(folder, tmp_path, expec
 
 
 @pytest.mark.parametrize(
-    ("which", "unit"),
+    ("which", "unit", "in_place"),
     [
-        (0, "block"),
-        (0, "head"),
-        *(pytest.param(6, unit, marks=pytest.mark.thorough) for unit in ("block", "head")),
-        *(pytest.param(7, unit, marks=pytest.mark.thorough) for unit in ("block", "head")),
+        (0, "block", False),
+        (0, "block", True),
+        (6, "block", True),
+        (0, "head", True),
+        pytest.param(6, "head", True, marks=pytest.mark.thorough),
+        pytest.param(7, "block", True, marks=pytest.mark.thorough),
+        pytest.param(2, "block", True, marks=pytest.mark.thorough),
+        (0, "head", False),
+        *(pytest.param(6, unit, False, marks=pytest.mark.thorough) for unit in ("block", "head")),
+        *(pytest.param(7, unit, False, marks=pytest.mark.thorough) for unit in ("block", "head")),
     ],
 )
-def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, monkeypatch):
+def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, in_place, monkeypatch):
+    monkeypatch.setattr(offers, "READS_HOST", in_place)
+    monkeypatch.setattr(offers, "MOST_LATE", 3)
     monkeypatch.setattr(offers, "FIRST_RANKED", 2)
     monkeypatch.setattr(residency, "LEAST_RANKED", 2)
     with engine(folder, 24, True, kv_unit=unit) as llm:  # 28 or 26 blocks in 23 slots
@@ -114,6 +122,7 @@ def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, 
         assert tokens(done) == expected[which]
         backends = done.report["decode"]["backends"]
         assert backends["triton"] > 0.7 * sum(backends.values()), backends
+        assert (llm.pool.tiers.offer().host is not None) == in_place
         moved = done.report["tiers"]
         assert min(moved["hits"], moved["misses"], moved["bytes_read"]) > 0
         assert moved["misses"] <= llm.pool.tiers.counts.misses

@@ -106,9 +106,30 @@ def test_bounds_of_pages_and_the_best_mass():
     assert stats.variation(weights[0], weights[1]) == pytest.approx(float((weights[0] - weights[1]).clamp(min=0).sum()))
 
 
+def test_patterns_of_intervals_are_sums_of_their_steps():
+    weights, shares = (
+        torch.rand(7, 5, generator=rng(6)),
+        torch.tensor([0.0, 0.05, 0.051, 0.9, 0.91, 0.97, 1.0]).double(),
+    )
+    sums, high = stats.by_interval(weights.double(), shares.round(decimals=6), 0.05)
+    groups = [[0, 1], [2], [3], [4], [5, 6]]  # (0, 0.05], (0.05, 0.1], (0.85, 0.9], (0.9, 0.95], (0.95, 1]
+    torch.testing.assert_close(sums, torch.stack([weights[group].sum(0) for group in groups]).double())
+    assert high.tolist() == [False, False, False, True, True]
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_llama):
     return make(tiny_llama)
+
+
+def test_own_rows_are_the_greedy_answer(llm):
+    text = "the quick brown fox jumps over the lazy dog " * 20
+    given = paper_captures.tokens_of(llm, text, 48, 8, own=False)
+    own = paper_captures.tokens_of(llm, text, 48, 8, own=True)
+    params = paper_captures.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (answer,) = llm.generate([given[:40]], params, policy="dense")
+    assert own == given[:40] + answer.outputs[0].token_ids
+    assert own != given
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
     python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--unit block head]
         [--compute device auto host] [--functions] [--profile]
+    python benchmarks/gpu/tiers.py places [--block 16 32] [--batches 1 2 4 8] [--shares 0.25 0.4 0.7] [--tokens 65536]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
@@ -13,8 +14,11 @@ without a tier as with one. So a step's time is that from its tokens to the next
 ``launched ahead`` counts the steps that were under way when they were asked for. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served. ``--compute``: ``kv_compute``. ``--functions``: of further steps, where the host's time goes;
-``--profile``: and the kernels' (of such a run no kernel starts early).
+that no host path served. ``places`` pairs three forms of a step: all is resident; blocks come before they are read; or
+what is absent is read where it lies in host memory, each KV head its part, and comes afterwards (offers.READS_HOST).
+``same``: the share of the tokens that are those of the resident run. ``--compute``: ``kv_compute``.
+``--functions``: of further steps, where the host's time goes; ``--profile``: and the kernels' (of such a run no kernel
+starts early).
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from saccade.engine.batch_control import BatchControl
 from saccade.engine.device_ahead import Ahead
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler
-from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
+from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
@@ -90,6 +94,7 @@ class Tiered(Bench):
     part = "tiers"  # what results are called
     computed = 1  # rows of a context that run as any prefill's, so that methods begin with them
     summaries: Sequence[tuple[str, int]] = (("minmax", LAYOUT.block_size),)
+    tokens: Sequence[Sequence[int]] = ()  # of each sequence, by the last run
 
     def __init__(self, profiled: bool = False, timed: bool = False, built: tuple[Any, ModelSpec] | None = None) -> None:
         super().__init__(built=built)
@@ -153,7 +158,7 @@ class Tiered(Bench):
             say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
         tiers, taken, moved, rows = self.pool.tiers, [], [], []
-        recorded, control = 0, BatchControl(self.pool, exact=False)
+        recorded, control = 0, BatchControl(self.pool)
         scheduler = Scheduler(
             self.pool, chunk=CHUNK, max_batch_rows=CHUNK + sequences, max_requests=sequences, control=control
         )
@@ -183,6 +188,7 @@ class Tiered(Bench):
                 step()
                 if number % 8 == 0:
                     say(f"step {number}: {taken[-1]:.1f} ms")
+        self.tokens = [list(request.sequence.tokens[-steps:]) for request in requests]
         half = steps // 2
         late: list[Any] = [one for one in moved[half:] if one is not None]
         hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
@@ -263,9 +269,57 @@ def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, units: li
         say(f"hits {row['hit_share']:.1%}: {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.0%} of it")
 
 
+PLACED = {
+    "quest": "streaming+quest(budget={budget},block_size={block},dense_layers=0)",
+    "psa": "streaming+psa(rank=cuboid,epsilon={epsilon},block_size={block})",
+}
+KINDS = {"quest": "minmax", "psa": "cuboid"}  # summaries
+
+
+def places(bench: Tiered, options: argparse.Namespace) -> None:
+    """Where absent blocks are read; ``--tokens`` of each of up to two sequences, half as many of each of more."""
+    say("block batch policy slots | hits | MB a step | ms: resident, before, in place | of resident | same | recorded")
+    for block, batch, name in itertools.product(options.block, options.batches, options.methods):
+        tokens = (options.tokens or 65536) // (1 if batch <= 2 else 2)
+        steps = options.steps
+        policy = PLACED[name].format(budget=tokens // 40 // block * block, block=block, epsilon=options.epsilon)
+        bench.layout = KVFormat(bench.spec.dtype, bench.spec.kv_heads, bench.spec.head_dim, block)
+        bench.summaries = ((KINDS[name], block),)
+        parts = bench.spec.layers * bench.layout.blocks(tokens + steps + 40) * batch
+        bench.pool_of(parts + 64, None)
+        whole = bench.measure(f"{name} block {block} batch {batch}: resident", batch, tokens, policy, steps)
+        want = bench.tokens
+        for share in options.shares:
+            found = []
+            for in_place in (False, True):
+                offers.READS_HOST = in_place
+                bench.pool_of(int(share * parts), int(1.02 * parts) * bench.layout.block_bytes)
+                form = "in place" if in_place else "before"
+                title = f"{name} block {block} batch {batch}: slots for {share:.0%}, {form}"
+                ms = bench.measure(title, batch, tokens, policy, steps)
+                row = bench.rows.rows[-1]
+                same = sum(a == b for one, two in zip(want, bench.tokens) for a, b in zip(one, two)) / (steps * batch)
+                found.append((ms, row, same))
+            hits = " ".join(f"{row['hit_share']:.1%}" for _, row, _ in found)
+            moved = " ".join(f"{row['mb_read_per_step']:.1f}" for _, row, _ in found)
+            taken = " ".join(f"{ms:.2f}" for ms, _, _ in found)
+            of = " ".join(f"{whole / ms:.0%}" for ms, _, _ in found)
+            same = " ".join(f"{one:.0%}" for *_, one in found)
+            recorded = " ".join(f"{row['recorded']}/{steps}" for _, row, _ in found)
+            say(
+                f"ROW {block} {batch} {name} {share:.0%} | {hits} | {moved} | {whole:.2f} {taken} | {of} | {same} | "
+                f"{recorded} | density {found[-1][1]['density']}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("long", "batch", "rates"))
+    parser.add_argument("what", choices=("long", "batch", "rates", "places"))
+    parser.add_argument("--block", nargs="+", type=int, default=[32], help="of places: tokens of a block")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="of places")
+    parser.add_argument("--methods", nargs="+", choices=tuple(PLACED), default=list(PLACED), help="of places")
+    parser.add_argument("--epsilon", type=float, default=0.02, help="of places: psa's")
+    parser.add_argument("--late", type=int, default=offers.MOST_LATE, help="of places: parts of a layer that come")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.4, 0.6, 0.8, 0.95])
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int)
@@ -283,6 +337,10 @@ def main() -> None:
     if options.profile:
         common.is_hopper = lambda device: False
     bench = Tiered(options.profile, options.functions)
+    if options.what == "places":
+        offers.MOST_LATE = options.late
+        places(bench, options)
+        return
     if options.what == "rates":
         rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit, options.compute)
         return

@@ -21,7 +21,7 @@ from saccade.ops.triton.batched_reading import read_rows
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.few_rows import attend_rows
-from saccade.ops.triton.residency import Arrivals
+from saccade.ops.triton.residency import Arrivals, Read, bring_later
 from saccade.selection.plan import stored
 from saccade.selection.readings import Reading
 
@@ -77,7 +77,10 @@ class DeviceAttention:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """See AttentionContext: q [heads, tokens, head_dim], of one sequence after the other."""
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        parts = [self._attend(number, layer, q, k, v, spec) for number in range(len(self.groups))]
+        later: list[Read] = []
+        parts = [self._attend(number, layer, q, k, v, spec, later) for number in range(len(self.groups))]
+        if self.offers is not None:
+            bring_later(self.pool, self.offers, layer, later)
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(0, 1)
 
@@ -86,6 +89,8 @@ class DeviceAttention:
 
     def finish(self) -> None:
         """Add what readings did to the rows' counts, at the very end: a step that fails before has counted nothing."""
+        if self.offers is not None:
+            self.offers.join()
         own, short = self.buffers.own, None if self.offers is None else (self.offers.head[:, SHORT] > 0).any()
         for group, read in zip(self.groups, self._read):
             for layers in _stretches(sorted(read), group.form):
@@ -94,7 +99,9 @@ class DeviceAttention:
                 own.tallies[where] += counts
                 own.least[where].copy_(torch.minimum(own.least[where], least))
 
-    def _attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def _attend(
+        self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, later: list[Read]
+    ) -> Tensor:
         group, watch, buffers, kept = self.groups[number], self.watch, self.buffers, self._kept[number]
         rows, reading = group.slice, group.form[layer]
         q, k, v = q[group.tokens], k[group.tokens], v[group.tokens]
@@ -128,7 +135,7 @@ class DeviceAttention:
                 watch,
                 buffers.share[layer, rows],
                 buffers.reach[layer, rows],
-                None if offers is None else Arrivals(self.pool, offers, layer, buffers.logical[rows]),
+                None if offers is None else Arrivals(self.pool, offers, layer, buffers.logical[rows], later),
             ),
         )
         if reading.ruled or not reading.listed:

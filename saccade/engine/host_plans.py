@@ -158,7 +158,7 @@ class FixedPlans:
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
         one, memory = rows.scheduled, rows.memory
         windowed = one.policy.window is not None
-        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart, windowed)
+        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, windowed)
         return rows.method.host_state(opening)
 
     def summarized(self, method: Method) -> Summarized | None:

@@ -6,7 +6,7 @@ other rows are chosen for one by one, and share the call where their selections 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -21,9 +21,7 @@ from saccade.ops.layer_rows import RowLayers
 
 
 class JoinedRows:
-    """The decode rows ``rows`` of one step, whose new keys count as stored from here on. ``whole``: makes results and
-    log-sum-exps, [heads, rows, head_dim] and [rows, heads], those of all keys where others have a part in them, for who
-    looks at them here."""
+    """The decode rows ``rows`` of one step, whose new keys count as stored from here on."""
 
     def __init__(
         self,
@@ -31,9 +29,8 @@ class JoinedRows:
         plans: FixedPlans,
         rows: list[RequestRows],
         own_products: bool = False,
-        whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.setting, self.plans, self._whole = setting, plans, whole
+        self.setting, self.plans = setting, plans
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
@@ -81,9 +78,8 @@ class JoinedRows:
             finally:
                 clock.end({"selection": share})
         if self.fixed and setting.watch.audits:
-            seen = (out, self._rows.lse) if self._whole is None else self._whole(out, self._rows.lse)
             for _, row in self.fixed:
-                self._audit(row.rows, layer, q, spec, *seen)
+                self._audit(row.rows, layer, q, spec, out, self._rows.lse)
         if layer == setting.spec.layers - 1:
             self._count()
         joins = spec.sinks is None and len(self.chosen) > 1 and self._joins(q, self.chosen[0], layer)

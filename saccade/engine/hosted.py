@@ -1,11 +1,10 @@
 """Decode rows whose keys, tables, selection and attention are the host's while the device computes everything else
 (LFPS as its paper runs it, section 3; docs/tiers.md).
 
-At each layer the rows' queries, keys and values go down and results with their log-sum-exps come up, nothing else. The
-device keeps each sequence's first keys, attends them meanwhile, and merges. What the CPU can know of a layer before
-its queries are there, the candidates that score tables name, it finds while the device computes them. A step of several
-such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the other's next
-layer.
+At each layer the rows' queries, keys and values go down and results come up, nothing else. What the CPU can know of a
+layer before its queries are there, the candidates that score tables name, it finds while the device computes them. A
+step of several such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the
+other's next layer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from saccade.engine.host_calls import RequestRows, Setting
 from saccade.engine.host_plans import FixedPlans
 from saccade.engine.host_rows import JoinedRows
-from saccade.engine.hosted_memory import HostedMemory, first_of, lives_on_host
+from saccade.engine.hosted_memory import HostedMemory, lives_on_host
 from saccade.engine.memory import SequenceMemory
 from saccade.kv.blocks import BlockManager
 from saccade.kv.host import HostTier
@@ -32,8 +31,6 @@ from saccade.methods.policy import Policy
 from saccade.models.interface import LayerAttention
 from saccade.ops import cpu_rows
 from saccade.ops.down import Lane
-from saccade.ops.merge import merge_state
-from saccade.ops.reference import logits
 from saccade.selection import Selection
 from saccade.selection.pieces import read_blocks
 
@@ -105,24 +102,15 @@ class HostedRows:
         self._rows = [
             RequestRows(rows.scheduled, memory, rows.results, first) for first, (rows, memory) in enumerate(found)
         ]
-        self._joined = JoinedRows(setting, plans, self._rows, whole=self._whole)
-        self._first: tuple[Tensor, Tensor, Tensor | None] | None = None  # see first_of
-        self._apart = torch.zeros(len(found), 1, dtype=torch.bool, device="cpu")  # whose first keys the device attends
-        self._near: tuple[Tensor, Tensor] | None = None
+        self._joined = JoinedRows(setting, plans, self._rows)
         self._heads = self._down = 0
-        self._result: tuple[Tensor, Tensor | None]
+        self._result: Tensor
 
     def send(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
-        """Begin to bring the rows' queries, keys and values down, and launch what the device attends of them."""
+        """Begin to bring the rows' queries, keys and values down."""
         self._heads, self._down = q.shape[0], self._lane.send(q, k, v)
         if layer == 0:
             self._joined.settle_fixed(q.new_empty(q.shape, device="cpu"), spec)
-            counts = [0] * len(self._rows)
-            for number, row in self._joined.fixed:
-                counts[number] = 0 if row.state is None else row.state.apart
-            self._first = first_of(self._memories, counts) if any(counts) else None
-            self._apart = torch.tensor(counts, device="cpu")[:, None] > 0
-        self._near = None if self._first is None else _attend_first(q, *self._first, layer, spec)
 
     def foresee(self, layer: int) -> None:
         """Find what is known of the rows' candidates before their queries are here."""
@@ -139,29 +127,12 @@ class HostedRows:
         if spec.sinks is not None:
             spec = replace(spec, sinks=spec.sinks.cpu())
         self._joined.run(layer, q, k, v, spec, out.transpose(0, 1))
-        lse, up = None, out.nbytes
-        if self._near is not None:
-            lse = self._lane.room("lse", (count, heads), torch.float32)
-            lse.copy_(self._joined.planned.lse).masked_fill_(~self._apart, 0.0)
-            up += lse.nbytes
-        self._result = out, lse
-        self._count(up)
+        self._result = out
+        self._count(out.nbytes)
 
     def take(self) -> Tensor:
         """The layer's result on the device: [heads, rows, head_dim]."""
-        here, lse = self._result
-        out = self._lane.up(here)
-        if self._near is not None and lse is not None:
-            out, _ = merge_state(out, self._lane.up(lse), *self._near)
-        return out.transpose(0, 1)
-
-    def _whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """See JoinedRows: with what the device has attended."""
-        if self._near is None:
-            return out, lse
-        near, there = (part.cpu() for part in self._near)
-        whole, lse = merge_state(out.transpose(0, 1), lse, near, there)  # nothing is near of rows that have all here
-        return whole.transpose(0, 1), lse
+        return self._lane.up(self._result).transpose(0, 1)
 
     def _count(self, up: int) -> None:
         fixed, each = {number for number, _ in self._joined.fixed}, len(self._rows)
@@ -222,18 +193,3 @@ def _halves(found: list[tuple[RequestRows, HostedMemory]]) -> list[list[tuple[Re
     cut = min(range(len(ends)), key=lambda at: abs(2 * ends[at] - ends[-1])) + 1
     cut = min(cut, len(found) - 1)
     return [found[:cut], found[cut:]] if cut else [found]
-
-
-def _attend_first(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, layer: int, spec: LayerAttention
-) -> tuple[Tensor, Tensor]:
-    """``q`` [heads, rows, head_dim] over each row's first keys (see first_of): fp32 [rows, heads, head_dim], and their
-    log-sum-exps, fp32 [rows, heads]; (0, -inf) for rows that have none here."""
-    own = q.transpose(0, 1).unflatten(1, (k.shape[2], -1))  # [rows, kv_heads, group, head_dim]
-    scores = logits(own.float(), k[layer], spec.scale, spec.softcap)
-    if hidden is not None:
-        scores += hidden[:, None, None]
-    lse, weights = torch.logsumexp(scores, -1), torch.softmax(scores, -1)
-    if hidden is not None:
-        weights.masked_fill_(torch.isneginf(lse)[..., None], 0.0)
-    return (weights @ v[layer]).flatten(1, 2), lse.flatten(1, 2)

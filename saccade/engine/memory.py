@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -66,10 +66,7 @@ class SequenceMemory:
 
     ``hosted``: the memory that stands for this one while the CPU attends its keys in host memory. While recorded steps
     decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
-    gets them back on the host, and the next recorded step opens another. ``apart``: whether somebody else attends the
-    first keys."""
-
-    apart: ClassVar[bool] = False
+    gets them back on the host, and the next recorded step opens another."""
 
     def __init__(self, pool: BlockManager) -> None:
         self.kv = SequenceKV(pool)

@@ -36,6 +36,7 @@ class HostTier:
 
     name = "host"
     in_background = True
+    addressed = True  # whether kernels find all cells in ``k`` and ``v``
     _written: Any  # event: the last write, until the device follows it
     _last: Any  # the same, until the host does
 

@@ -32,6 +32,8 @@ class HostAndDisk(HostTier):
     stay free for what comes back. ``disk``: that tier, with counts of its own. Raises SaccadeError where one of both
     holds too little, or nothing can be written to the folder, CapacityError where there is no such memory."""
 
+    addressed = False
+
     def __init__(
         self,
         max_bytes: int,

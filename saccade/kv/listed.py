@@ -19,7 +19,7 @@ MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at
 REFILL = 2, 8  # a new list is made where one in the first is left of it, unless steps take little: one in the second
 STEPS = 4  # that a list is to last for, at least
 UNKNOWN = 2  # times the most of late: what a step that still runs is taken to spend
-STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED = range(10)  # words of ``Offers.head``
+STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED, READ = range(11)  # words of ``Offers.head``
 WORDS = 16  # of them, with those that are to come
 Array = np.ndarray[Any, Any]
 
@@ -41,6 +41,7 @@ class Listed:
         self._told = np.zeros(WORDS, dtype=np.int64)
         self._withdrawn: list[Array] = []
         self._changed: list[Array] = []  # parts whose cell has changed
+        self._head_bytes = tiers.pool.format.block_bytes // tiers.pool.format.kv_heads
         tiers.offers = self
 
     def withdraw(self, slots: Array) -> None:
@@ -111,6 +112,7 @@ class Listed:
         tiers, told = self.tiers, self._told
         tiers.counts.hits += int(head[HITS] - told[HITS])
         tiers.counts.misses += int(head[MISSED] - told[MISSED])
+        tiers.counts.bytes_read += int(head[READ] - told[READ]) * self._head_bytes
         first, self.next = self.next, int(head[NEXT])
         self._spent = max(self.next - first, self._spent * 7 // 8)
         self._told = head

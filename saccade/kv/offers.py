@@ -7,6 +7,10 @@ that were used since they were listed, and note who took what. The host takes th
 step runs, or before it looks there. What changes on the host in between withdraws a slot from the list. KV heads that
 have slots of their own have a list each (kv/listed.py).
 
+Where ``READS_HOST`` says so and addresses allow it, a layer's lists of blocks wait for nothing: kernels read what is
+absent where it lies in host memory, each KV head its own part, and blocks take their slots afterwards, on a stream
+beside the layers that follow. Then a step runs short only of blocks that have no cell.
+
 Two steps may be on their way: one may be launched behind the one that runs, while its lists and what it keeps will do.
 Whether anybody asks for it or not, its moves are real. So whoever looks into the map meanwhile, or is about to change
 it, waits for that step, and has both written down (``SlotMap.behind``).
@@ -14,7 +18,8 @@ it, waits for that step, and has both written down (``SlotMap.behind``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +28,15 @@ from torch import Tensor
 
 from saccade.copied import Copied
 from saccade.kv.listed import NEXT, SHORT, STEP, WORDS, Listed
+from saccade.kv.storage import KVStorage
 from saccade.kv.tier import TierCounts
 
 if TYPE_CHECKING:
     from saccade.kv.tiers import Tiers
 
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
+READS_HOST = False  # whether what is absent is read where it lies
+MOST_LATE = 32  # parts of a layer that then take slots in one step
 Array = np.ndarray[Any, Any]
 
 
@@ -53,8 +61,11 @@ class Offers:
     ``missing``, ``which``, ``where`` int32 [rows, logical blocks]: a layer's misses, the cells they come from (from 0)
     and the slots they go to. ``head`` int32 [rows, 16]: the step's number; whether slots ran short (1), or what is
     brought in of a ranking (2, in the first row); how far the list is taken, and its end; the stamp from which on a
-    slot is recent; hits and misses so far; misses of this layer, how many of them come, and programs that have looked.
+    slot is recent; hits and misses so far; misses of this layer, how many of them come, and programs that have looked;
+    parts of single KV heads that were read in host memory so far.
     ``reach`` int32 [layers]: blocks of a ranking that are brought in before its rule is followed.
+    ``host``: the tier's keys and values, where kernels read them; None where blocks come before they are read.
+    ``late`` int32 [2, layers, rows, n] and ``late_count`` [layers, rows] are then each layer's ``which``, ``where``.
     """
 
     def __init__(self, tiers: Sequence[Tiers]) -> None:
@@ -71,6 +82,11 @@ class Offers:
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
         self.head = words(WORDS)
         self.reach = torch.full((pool.layers,), FIRST_RANKED, dtype=torch.int32, device=device)
+        self.late = torch.zeros(2, pool.layers, rows, MOST_LATE, dtype=torch.int32, device=device)
+        self.late_count = torch.zeros(pool.layers, rows, dtype=torch.int32, device=device)
+        self.host = host_rows(tiers[0].tier, pool.storage) if READS_HOST else None
+        self._forked = False  # whether something runs beside the step that is being launched
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.at = np.full((rows, slots), -1, dtype=np.int64)  # where a slot is in its row's list
         self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
         self._pool, self._each = pool, np.arange(rows)[:, None]
@@ -103,6 +119,23 @@ class Offers:
         """A step begins, on the device: it has a number, and nothing has run short."""
         self.head[:, STEP].add_(1)
         self.head[:, SHORT].zero_()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched within follows all that was launched so far, and is waited for by :meth:`join` alone."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self.head.device))
+        self._forked = True
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def join(self) -> None:
+        """A step ends, on the device: blocks that took slots beside it are there."""
+        if self._beside is not None and self._forked:
+            self._forked = False
+            torch.cuda.current_stream(self.head.device).wait_stream(self._beside)
 
     def keeps(self, kept: Array) -> bool:
         """Whether the last step kept the same blocks, and the host has moved nothing since: they are resident."""
@@ -218,3 +251,14 @@ class Offers:
         if changed:
             both = torch.from_numpy(np.concatenate(changed, 1)).to(device)
             self.cells[both[0]] = both[1].int()
+
+
+def host_rows(tier: Any, storage: KVStorage) -> tuple[Tensor, Tensor] | None:
+    """The keys and values of a HostTier, where they lie whole rows away from those of ``storage``, so that kernels find
+    both from one address; else None, and where some lie on a disk."""
+    if not tier.addressed:
+        return None
+    halves = (tier.k, storage.k), (tier.v, storage.v)
+    if any((here.data_ptr() - pool.data_ptr()) % (pool.shape[-1] * pool.element_size()) for here, pool in halves):
+        return None
+    return tier.k, tier.v

@@ -7,6 +7,7 @@ BlockManager.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from saccade.kv.rows import RowMover
 from saccade.machine import ask_for_huge_pages, show_bytes
 
 HOST = torch.device("cpu")
+ALIGNED = 4096  # bytes: pools begin where any row may
 
 
 class KVStorage:
@@ -38,8 +40,7 @@ class KVStorage:
         self.mover: RowMover = rows if mover is None else mover
         try:
             self.k, self.v = (
-                torch.empty(format.shape(num_blocks, rows), dtype=rows.dtype(format.dtype), device=device)
-                for rows in format.parts
+                _aligned(format.shape(num_blocks, rows), rows.dtype(format.dtype), device) for rows in format.parts
             )
         except RuntimeError as error:
             wanted = num_blocks * format.block_bytes
@@ -74,3 +75,10 @@ class CellStorage:
     format: KVFormat
     mover: RowMover = rows
     device: torch.device = HOST
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """An empty tensor that begins where a row may: kernels count rows from it to those of another memory."""
+    count = math.prod(shape) * dtype.itemsize
+    whole = torch.empty(count + ALIGNED, dtype=torch.uint8, device=device)
+    return whole[-whole.data_ptr() % ALIGNED :][:count].view(dtype).view(shape)

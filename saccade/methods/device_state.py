@@ -26,15 +26,13 @@ REALS = 8  # float64
 class Opening:
     """What a device state is opened with: ``states``, the host path's, one a layer; the sequence's ``kv``; the model's
     ``spec``; the position ``turn`` of the turn's first decode row; ``length``, the keys of the row that comes next;
-    ``apart``, whether somebody else can attend the first keys (see HostState); and ``windowed``, whether rows are to
-    keep to a policy's window."""
+    and ``windowed``, whether rows are to keep to a policy's window."""
 
     states: Sequence[Any]
     kv: SequenceKV
     spec: PlanSpec
     turn: int
     length: int
-    apart: bool = False
     windowed: bool = False
 
     @property

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 class HostState(DeviceState):
     """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + BESIDE]
-    (ops/tallies.py) is what the step that runs adds to. ``apart``: so many first keys, which its rows read, it leaves
-    to others: results are to be merged with theirs."""
+    (ops/tallies.py) is what the step that runs adds to."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
     upto: int = MOST  # longer rows are served otherwise
-    apart: int = 0
     summarized: Summarized | None = None  # blocks whose summaries it reads
 
     def __init__(self, opening: Opening) -> None:

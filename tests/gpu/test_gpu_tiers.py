@@ -11,6 +11,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.device_ahead import Ahead
 from saccade.errors import CapacityError
+from saccade.kv import offers
 from saccade.kv.format import KVFormat
 from saccade.kv.pinned import PinnedMemory
 from saccade.ops.triton import pages
@@ -120,11 +121,13 @@ def test_lfps_lives_where_host_memory_keeps_the_keys(folder, slots):
         nothing_left(llm.pool)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("unit", ["block", "head"])
 @pytest.mark.parametrize(
     "policy", ["quest(budget=64, block_size=16, dense_layers=0)", "psa(epsilon=0.05, block_size=16)", "dense"]
 )
-def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit):
+def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit, in_place, monkeypatch):
+    monkeypatch.setattr(offers, "READS_HOST", in_place)
     folder = make_checkpoint("llama", tmp_path / "m", max_position_embeddings=1024, head_dim=32, num_hidden_layers=2)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt, size = random_ids(900, seed=3), KVFormat(torch.float32, 2, 32, 16).block_bytes
@@ -136,6 +139,7 @@ def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit):
         assert tokens(done) == tokens(want)
         backends, counts = done.report["decode"]["backends"], llm.pool.tiers.counts
         assert counts.misses > 0
+        assert (llm.pool.tiers.offer().host is not None) == in_place
         if policy != "dense":  # which does not fit: the host path brings it in, a layer at a time
             assert backends["triton"] > 0.5 * sum(backends.values()), (backends, done.report["notes"])
             assert llm.engine.worker.device.graphs.recorded > 0

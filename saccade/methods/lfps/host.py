@@ -21,10 +21,7 @@ class HostTables(HostState):
     """Of ``LFPSState``, whose tables the kernels write to where they are."""
 
     def __init__(self, opening: Opening, method: LFPS) -> None:
-        self._method, self._units = method, opening.states[0].tables.units
-        self._first = opening.states[0].tables.first
-        # Heads that choose together do so by shares of weights, which their sinks have a part in.
-        self._apart = self._first if opening.apart and self._units == opening.spec.heads else 0
+        self._method, self._first = method, opening.states[0].tables.first
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
         self._kept = [tuple(part.float().contiguous() for part in kept) for kept in self._kept]
@@ -44,7 +41,6 @@ class HostTables(HostState):
     def keys(self, length: int) -> Any:
         method, keys = self._method, length - self._first
         whole = keys <= method.budget(keys)  # all keys are forced ones, and learnt from: nobody is bypassed
-        self.apart = 0 if whole else self._apart
         self.summarized = Summarized(method.block_size, "stored_mean") if method.blocks and not whole else None
         return listed_keys(
             method,
@@ -55,7 +51,6 @@ class HostTables(HostState):
             blocks=0 if whole else method.blocks,
             probes=0 if whole or method.rest is None else method.probes,
             epsilon=1.0 if whole else method.epsilon,
-            apart=self.apart > 0,
         )
 
     @torch.inference_mode()

@@ -51,15 +51,21 @@ def _read_choice(reading: Reading, rows: LayerRows) -> LayerRead:
         return rows.attended(choose_blocks(scores, rows.pages, choice, rows.first, rows.second))
     ranked = rank_rows(rows.q, rows.pages, rows.summaries, rows.words, choice, rows.second, rows.scale, rows.softcap)
     always, order, counts, guesses = ranked
-    if rows.arrivals is not None:
-        rows.arrivals.bring_ranked(rows.pages, ranked[:3], choice.size)
+    arrivals, pages = rows.arrivals, rows.pages
+    if arrivals is not None:
+        if arrivals.waits:
+            arrivals.bring_ranked(pages, ranked[:3], choice.size)
+        else:
+            pages = arrivals.find(pages)
     rows.time("attention")
     done = attend_progressive(
-        rows.q, rows.pages, always, order, choice.size, choice.rule, scale=rows.scale, softcap=rows.softcap,
+        rows.q, pages, always, order, choice.size, choice.rule, scale=rows.scale, softcap=rows.softcap,
         counts=counts, epsilon=rows.share, before=rows.reach, guesses=guesses,
     )  # fmt: skip
-    if rows.arrivals is not None:
-        rows.arrivals.follow(done.used, choice.rule.microbatch, counts[1])
+    if arrivals is not None and arrivals.waits:
+        arrivals.follow(done.used, choice.rule.microbatch, counts[1])
+    elif arrivals is not None:
+        arrivals.ranks_read(pages, ranked[:3], choice.size, done.used, choice.rule.microbatch)
     ruled = RuleRead(done.used, choice.rule.microbatch, choice.size, done.coverage, counts[1])
     return LayerRead(done.out, done.lse, None, ruled=ruled, ranking=(always, order, counts[0]))
 

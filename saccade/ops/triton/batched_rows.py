@@ -125,13 +125,17 @@ class LayerRows:
 
     def attend(self, lists: KeyLists | None, pages: Pages | None = None) -> tuple[Tensor, Tensor]:
         """Attention over ``lists``: (out, lse). What comes before and after it is timed as selection."""
-        if self.arrivals is not None:
-            self.arrivals.bring(self.pages, lists)
+        arrivals, pages = self.arrivals, self.pages if pages is None else pages
+        later = arrivals is not None and lists is not None and not arrivals.waits
+        if arrivals is not None and later:
+            pages = arrivals.find(pages)
+        elif arrivals is not None:
+            arrivals.bring(self.pages, lists)
         self.time("attention")
-        done = attend_decode(
-            self.q, self.pages if pages is None else pages, lists, scale=self.scale, softcap=self.softcap
-        )
+        done = attend_decode(self.q, pages, lists, scale=self.scale, softcap=self.softcap)
         self.time("selection")
+        if arrivals is not None and lists is not None and later:
+            arrivals.was_read(pages, lists)
         return done
 
     def attended(self, lists: KeyLists | None) -> LayerRead:

@@ -120,6 +120,24 @@ def pool_rows(table, positions, valid, kv_head, KV_HEADS: tl.constexpr, PAGE: tl
 
 
 @triton.jit
+def pool_places(
+    table, positions, valid, kv_head, far_k, far_v, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr
+):
+    """:func:`pool_rows` of keys, and of values. With ``FAR`` an entry -1 - c of ``table`` is cell c of host memory,
+    which lies ``far_k``, ``far_v`` rows behind the pools (``Pages.far``)."""
+    slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)
+    if FAR:
+        there = slots < 0
+        row = (tl.where(there, -1 - slots, slots) * KV_HEADS + kv_head) * PAGE + positions % PAGE
+        k_row = row + tl.where(there, tl.cast(far_k, tl.int64), 0)
+        v_row = row + tl.where(there, tl.cast(far_v, tl.int64), 0)
+    else:
+        k_row = (slots * KV_HEADS + kv_head) * PAGE + positions % PAGE
+        v_row = k_row
+    return k_row, v_row
+
+
+@triton.jit
 def cap_logits(scores, scale_log2, softcap, CAPPED: tl.constexpr):
     """Dot products -> logits in base 2, soft-capped: cap * tanh(x / cap) with tanh from one exponential."""
     scores = scores * scale_log2

@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
-from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import load_keys, load_values
 
@@ -28,13 +28,15 @@ from saccade.ops.triton.readers import load_keys, load_values
 class Pages:
     """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, kv_heads or 1, blocks],
     lengths int32 [batch], all on the device; ``longest`` bounds the lengths. One table row serves all KV heads of a
-    sequence; with a row for each of them heads do not share slots."""
+    sequence; with a row for each of them heads do not share slots. With ``host``, keys and values of host memory as of
+    the pools, a table's entry -1 - c is cell c there: attend_decode and attend_progressive read it by its address."""
 
     k: Tensor
     v: Tensor
     tables: Tensor
     lengths: Tensor
     longest: int
+    host: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not (self.k.is_contiguous() and self.v.is_contiguous() and self.lengths.is_contiguous()):
@@ -49,6 +51,23 @@ class Pages:
     def table_strides(self) -> tuple[int, int]:
         """Entries of ``tables`` between sequences, and between KV heads: 0 where they share a row."""
         return self.tables.stride(0), 0 if self.tables.shape[1] == 1 else self.tables.stride(1)
+
+    @property
+    def far(self) -> tuple[int, int]:
+        """Rows of head_dim from the pools of keys and of values to those of ``host``; see :func:`rows_between`."""
+        if self.host is None:
+            return 0, 0
+        apart = [rows_between(pool, there) for pool, there in zip((self.k, self.v), self.host)]
+        assert apart[0] is not None
+        assert apart[1] is not None
+        return apart[0], apart[1]
+
+
+def rows_between(pool: Tensor, other: Tensor) -> int | None:
+    """Rows of ``pool`` [..., head_dim] from its address to that of ``other``, which kernels reach too; None where these
+    are no whole number."""
+    rows, rest = divmod(other.data_ptr() - pool.data_ptr(), pool.shape[-1] * pool.element_size())
+    return None if rest else rows
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,8 @@ def attend_decode(
         0 if lists is None else lists.longest,
         scale * LOG2E,
         softcap or 0.0,
+        *pages.far,
+        FAR=pages.host is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         UNITS=units,
@@ -207,12 +228,12 @@ def _listed(ids, number, valid, SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "longest"],
+    do_not_specialize=["table_stride", "table_head", "longest", "far_k", "far_v"],
     do_not_specialize_on_alignment=["tables", "lengths", "limits", "starts", "counts", "indices"],
 )
 def _decode(
     q_ptr, k_pool, v_pool, tables, lengths, limits, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
-    q_head, table_stride, table_head, longest, scale_log2, softcap,
+    q_head, table_stride, table_head, longest, scale_log2, softcap, far_k, far_v, FAR: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
@@ -259,7 +280,7 @@ def _decode(
     after = _listed(ids, number + hop, number + hop < most, SIZE)
     seen = (number < count) & (key < length)
     real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
-    row = pool_rows(table, key, real, kv_head, KV_HEADS, PAGE)
+    k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
     acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
@@ -269,12 +290,12 @@ def _decode(
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
         there = seen[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
-        v = load_values(v_pool, row[:, None], channel[None, :], there, D)
+        k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
+        v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
         valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)
-        row = pool_rows(table, after, seen, kv_head, KV_HEADS, PAGE)
+        k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
         after = _listed(ids, number + hop, number + hop < count, SIZE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))

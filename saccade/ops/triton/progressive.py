@@ -29,7 +29,7 @@ from saccade.ops.triton.common import (
     kept_zeros,
     launched,
     pad,
-    pool_rows,
+    pool_places,
     precision,
     processors,
 )
@@ -125,7 +125,8 @@ def attend_progressive(
         lse if guesses is None else guesses.blocks, lse if guesses is None else guesses.left, part_out, part_lse, words,
         arrivals(device, units), used, q.stride(0), q.stride(1), *pages.table_strides, scale * LOG2E, softcap or 0.0,
         rule.epsilon, rule.margin, parts, ahead, ranked, 0 if guesses is None else guesses.left.shape[2],
-        always.shape[1], held_back, KV_HEADS=kv_heads, PER_PAD=pad(group), D=head_dim, D_PAD=pad(head_dim),
+        always.shape[1], held_back, *pages.far, FAR=pages.host is not None, KV_HEADS=kv_heads, PER_PAD=pad(group),
+        D=head_dim, D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2], SIZE=size, BLOCKS=pad(rule.microbatch, 1), TILE=tile, CAPPED=softcap is not None,
         PRECISION=precision(q.dtype), GROUP=group,
         FEW=pad(group, 256 // WINDOW),  # no two threads look at one word: they might not see the same
@@ -142,13 +143,14 @@ def attend_progressive(
 @triton.jit(
     do_not_specialize=[
         "table_stride", "table_head", "margin", "parts", "ahead", "ranked", "left_row", "always_each", "held_back",
+        "far_k", "far_v",
     ],
     do_not_specialize_on_alignment=["epsilons", "before", "guesses", "lefts"],
 )  # fmt: skip
 def _read(
     q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, before, guesses, lefts, part_out, part_lse,
     published, arrived, used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, margin, parts,
-    ahead, ranked, left_row, always_each, held_back,
+    ahead, ranked, left_row, always_each, held_back, far_k, far_v, FAR: tl.constexpr,
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, GUESSED: tl.constexpr,
@@ -197,7 +199,7 @@ def _read(
     part, looks, turns = reader, 0, 0
     key = microbatch_keys(part, 0, always, order, ahead, always_each, ranked, length, SIZE, TILE, MICROBATCH)
     valid = key < length
-    row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
+    k_row, v_row = pool_places(table, key, valid, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
     key = microbatch_keys(
         part + 1 // TILES * readers, 1 % TILES * TILE, always, order, ahead, always_each, ranked, length, SIZE, TILE,
         MICROBATCH,
@@ -227,13 +229,13 @@ def _read(
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
             there = valid[:, None] & (channel[None, :] < D)
-            k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
-            v = load_values(v_pool, row[:, None], channel[None, :], there, D)
+            k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
+            v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.
             valid = key < length
-            row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
+            k_row, v_row = pool_places(table, key, valid, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
             key = microbatch_keys(
                 part + (step + 2) // TILES * readers, (step + 2) % TILES * TILE, always, order, ahead, always_each,
                 ranked, length, SIZE, TILE, MICROBATCH,

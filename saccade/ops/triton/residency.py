@@ -7,6 +7,8 @@ since it was made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.host import HostTier
-from saccade.kv.listed import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED
+from saccade.kv.listed import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, READ, SHORT, STEP, WANTED
 from saccade.kv.offers import Offers
 from saccade.ops.triton import pages as block_pages
 from saccade.ops.triton.common import begin, launched, pad
@@ -54,17 +56,88 @@ def bring_in(
     )  # fmt: skip
 
 
+def find(pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages) -> Pages:
+    """``pages``, whose tables say where all blocks lie at ``layer``, those that are absent in host memory (``Pages``).
+    Nothing moves."""
+    assert pool.tiers is not None
+    rows, heads = pages.lengths.shape[0], pool.rows
+    looks = triton.cdiv(triton.cdiv(pages.longest, pages.k.shape[2]), block_pages.RESOLVED)
+    _find[(heads * rows * looks,)](
+        pool.slots, offers.cells, logical, pages.lengths, pages.tables, layer, pool.logical_blocks, logical.stride(0),
+        *pages.table_strides, pool.tiers.guard, rows, HEADS=heads, SIZE=pages.k.shape[2], STEP=block_pages.RESOLVED,
+        num_warps=4, **launched(pages.k.device),
+    )  # fmt: skip
+    return replace(pages, host=offers.host)
+
+
+class Used(NamedTuple):
+    """The first ``used`` microbatches (int32 [units]) of ``lists``, of so many blocks each."""
+
+    lists: KeyLists
+    used: Tensor
+    microbatch: int
+
+
+Read = tuple[Tensor, Pages, "KeyLists | Used"]  # logical blocks of some rows, their pages, and what they have read
+
+
+def bring_later(pool: BlockManager, offers: Offers, layer: int, read: Sequence[Read]) -> None:
+    """After all rows have read at ``layer``, ``pages`` as of :func:`find`: some of what was absent takes slots, beside
+    what follows. ``head`` says where something that was read lies nowhere."""
+    if not read:
+        return
+    assert pool.tiers is not None
+    tier = pool.tiers.tier
+    assert isinstance(tier, HostTier)
+    for number, (logical, pages, lists) in enumerate(read, 1):
+        _look(pool, offers, layer, logical, pages, lists, last=number == len(read), later=True)
+    heads, (which, where), pages = pool.rows, offers.late[:, layer], read[0][1]
+    words = block_pages.words_of(tier.k, heads)
+    with offers.beside():
+        _bring[(block_pages.COPIERS,)](
+            tier.k.data_ptr(), tier.v.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), which, where,
+            offers.late_count[layer], COPIERS=block_pages.COPIERS, HEADS=heads, PADDED=pad(heads, 1),
+            ROOM=which.shape[1], PIECES=words, TILES=-(-words // block_pages.WORDS), WIDTH=block_pages.WORDS,
+            num_warps=4,
+        )  # fmt: skip
+
+
 class Arrivals(NamedTuple):
-    """What rows read at ``layer``, brought in as of :func:`bring_in`."""
+    """What rows read at ``layer``: brought in as of :func:`bring_in`, or found as of :func:`find` and noted in
+    ``later`` for :func:`bring_later`."""
 
     pool: BlockManager
     offers: Offers
     layer: int
     logical: Tensor
+    later: list[Read]
 
     def bring(self, pages: Pages, *wanted: KeyLists | None) -> None:
         """See :func:`bring_in`."""
-        bring_in(*self, pages, *wanted)
+        bring_in(self.pool, self.offers, self.layer, self.logical, pages, *wanted)
+
+    @property
+    def waits(self) -> bool:
+        """Whether blocks come before they are read."""
+        return self.offers.host is None
+
+    def find(self, pages: Pages) -> Pages:
+        """See :func:`find`."""
+        return find(self.pool, self.offers, self.layer, self.logical, pages)
+
+    def was_read(self, pages: Pages, *read: KeyLists | Used) -> None:
+        """Rows over ``pages`` have read so."""
+        self.later.extend((self.logical, pages, one) for one in read)
+
+    def ranks_read(
+        self, pages: Pages, ranking: tuple[Tensor, Tensor, Tensor], size: int, used: Tensor, microbatch: int
+    ) -> None:
+        """The same for a ranking of blocks of ``size`` keys, of which rules have used so many microbatches."""
+        always, order, counts = ranking
+        units = order.shape[0] // pages.lengths.shape[0]
+        whole = KeyLists(None, counts[0], always, units, size, always.shape[1])
+        ranked = KeyLists(None, counts[1], order, units, size, order.shape[1])
+        self.was_read(pages, whole, Used(ranked, used, microbatch))
 
     def bring_ranked(self, pages: Pages, ranking: tuple[Tensor, Tensor, Tensor], size: int) -> None:
         """The same for a ranking of blocks of ``size`` keys (batched_rank.rank_blocks): those without a rank, and the
@@ -87,44 +160,60 @@ class Arrivals(NamedTuple):
 
 
 def _look(
-    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None, last: bool
+    pool: BlockManager,
+    offers: Offers,
+    layer: int,
+    logical: Tensor,
+    pages: Pages,
+    lists: KeyLists | Used | None,
+    last: bool,
+    later: bool = False,
 ) -> None:
-    tiers = pool.tiers
+    tiers, used, times = pool.tiers, None, 1
     assert tiers is not None
+    if isinstance(lists, Used):
+        lists, used, times = lists
     rows, page = pages.lengths.shape[0], pages.k.shape[2]
     size, units = (0, 1) if lists is None else (lists.size, lists.units)
     longest = -(-pages.longest // page) if lists is None else lists.longest
     none = pages.lengths  # unused pointers must still be pointers
-    wide = max(units, pool.rows)
+    wide, room = max(units, pool.rows), offers.late.shape[3]
+    which, where = offers.late[:, layer] if later else (offers.which, offers.where)
     _want[(triton.cdiv(longest, ENTRIES), wide, rows)](
         pool.slots, logical, pages.lengths,
         none if lists is None or lists.counts is None else lists.counts,
-        none if lists is None else lists.indices,
+        none if lists is None else lists.indices, none if used is None else used,
         offers.stamp, offers.mark, offers.missing, offers.head, offers.cells, offers.listed, offers.holding,
-        offers.taken, offers.which, offers.where, layer, pool.layers, pool.logical_blocks,
-        offers.stamp.shape[1], logical.stride(0), longest,
+        offers.taken, which, where, offers.late_count[layer], layer, pool.layers, pool.logical_blocks,
+        which.shape[1], offers.stamp.shape[1], logical.stride(0), longest, times,
+        ROOM=room if later else 0, EACH=max(1, pages.k.shape[1] // wide), USED=used is not None,
         UNITS=units, HEADS=pool.rows, WIDE=wide, HEAD=offers.head.shape[1],
         SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, LAST=last, FIFO=tiers.policy == "fifo",
         W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED, W_HITS=HITS, W_MISSED=MISSED,
-        W_WANTED=WANTED, W_COUNT=COUNT, W_ARRIVED=ARRIVED, num_warps=4, **launched(pages.k.device),
+        W_WANTED=WANTED, W_COUNT=COUNT, W_ARRIVED=ARRIVED, W_READ=READ, num_warps=4, **launched(pages.k.device),
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["layer", "layers", "blocks", "places", "logical_row", "longest"],
-    do_not_specialize_on_alignment=["slots", "logical", "lengths", "counts", "indices"],
-)
+    do_not_specialize=["layer", "layers", "blocks", "room", "places", "logical_row", "longest", "times"],
+    do_not_specialize_on_alignment=[
+        "slots", "logical", "lengths", "counts", "indices", "used", "which", "where", "late_count",
+    ],
+)  # fmt: skip
 def _want(
-    slots, logical, lengths, counts, indices, stamp, mark, missing, head, cells, listed, holding, taken, which, where,
-    layer, layers, blocks, places, logical_row, longest,
+    slots, logical, lengths, counts, indices, used, stamp, mark, missing, head, cells, listed, holding, taken, which,
+    where, late_count, layer, layers, blocks, room, places, logical_row, longest, times,
+    ROOM: tl.constexpr, EACH: tl.constexpr, USED: tl.constexpr,
     UNITS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr,
     SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr, LAST: tl.constexpr,
     FIFO: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
     W_LISTED: tl.constexpr, W_HITS: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
-    W_COUNT: tl.constexpr, W_ARRIVED: tl.constexpr, EARLY: tl.constexpr,
+    W_COUNT: tl.constexpr, W_ARRIVED: tl.constexpr, W_READ: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stamp the slots of what one row's list names, and gather the blocks that have none, each once; for one KV head
-    that has slots of its own, or for all of them. With ``LAST`` the last program of a head to end takes slots."""
+    that has slots of its own, or for all of them. With ``LAST`` the last program of a head to end takes slots. With
+    ``ROOM`` blocks were read where they lie, ``EACH`` KV heads' parts by a program; so many take slots. ``USED``: of
+    a list so many times ``times`` entries count."""
     begin(EARLY)
     unit, row = tl.program_id(1) * UNITS // WIDE, tl.program_id(2).to(tl.int64)
     own = tl.program_id(1) * HEADS // WIDE
@@ -143,6 +232,8 @@ def _want(
     else:
         entry = row * UNITS + unit
         count = tl.load(counts + entry).to(tl.int32)
+        if USED:
+            count = tl.minimum(count, tl.load(used + entry) * times)
         named = number < count
         first = tl.load(indices + entry * longest + number, mask=named, other=0).to(tl.int32) * SIZE // PAGE
     if tl.program_id(0) * STEP < count:
@@ -156,6 +247,11 @@ def _want(
             tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)), sem="relaxed")
             gone = real & (slot < 0)
             if tl.max(gone.to(tl.int32), 0) > 0:
+                if ROOM > 0:
+                    tl.atomic_add(head + W_READ, tl.sum(gone.to(tl.int32)) * EACH, sem="relaxed")
+                    bare = gone & (tl.load(cells + base + block, mask=gone, other=1) <= 0)
+                    if tl.max(bare.to(tl.int32), 0) > 0:
+                        tl.atomic_or(head + W_SHORT, 1, sem="relaxed")
                 before = tl.atomic_xchg(mark + block, now, mask=gone, sem="relaxed")
                 fresh = gone & (before != now)
                 ones = fresh.to(tl.int32)
@@ -170,21 +266,26 @@ def _want(
             wanted = tl.atomic_xchg(head + W_WANTED, 0, sem="acquire")
             _take(
                 slots + base, cells + base, listed + own * places, holding + own * places, taken + own * places,
-                stamp, missing, which + own * blocks, where + own * blocks, head, slots, base, now, wanted,
-                FIFO, STEP, W_SHORT, W_NEXT, W_END, W_LISTED, W_MISSED, W_COUNT,
+                stamp, missing, which + own * room, where + own * room, late_count + own, head, slots, base, now,
+                wanted, ROOM, FIFO, STEP, W_SHORT, W_NEXT, W_END, W_LISTED, W_MISSED, W_COUNT,
             )  # fmt: skip
 
 
 @triton.jit
 def _take(
-    own_slots, cells, listed, holding, taken, stamp, missing, which, where, head, slots, base, now, wanted,
-    FIFO: tl.constexpr, WIDTH: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
-    W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_COUNT: tl.constexpr,
+    own_slots, cells, listed, holding, taken, stamp, missing, which, where, late_count, head, slots, base, now, wanted,
+    ROOM: tl.constexpr, FIFO: tl.constexpr, WIDTH: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr,
+    W_END: tl.constexpr, W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_COUNT: tl.constexpr,
 ):  # fmt: skip
     """For a KV head, or for all: the ``wanted`` misses of a layer, whose parts begin at ``base``, take listed slots in
     order, passing over those that are used."""
     tl.store(head + W_COUNT, wanted)
+    if ROOM > 0:
+        tl.store(late_count, 0)
     if wanted > 0:
+        tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
+        if ROOM > 0:
+            wanted = tl.minimum(wanted, ROOM)
         limit = now
         if not FIFO:
             limit = tl.load(head + W_LISTED)
@@ -213,10 +314,12 @@ def _take(
             last = tl.max(tl.where(use, step + 1, 0), 0)
             at = tl.minimum(tl.where(done >= wanted, at + last, at + WIDTH), end)
         tl.store(head + W_NEXT, at)
-        tl.store(head + W_COUNT, done)
-        tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
-        if (done < wanted) | (short > 0):
-            tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
+        if ROOM > 0:
+            tl.store(late_count, done)
+        else:
+            tl.store(head + W_COUNT, done)
+            if (done < wanted) | (short > 0):
+                tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
 
 
 @triton.jit(
@@ -249,6 +352,40 @@ def _fetch(
             slots + (layer * HEADS + own).to(tl.int64) * blocks, logical + row.to(tl.int64) * logical_row,
             tl.load(lengths + row), table, part, guard, SIZE, STEP,
         )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["layer", "blocks", "logical_row", "table_row", "table_head", "guard", "rows"],
+    do_not_specialize_on_alignment=["slots", "cells", "logical", "lengths", "tables"],
+)
+def _find(
+    slots, cells, logical, lengths, tables, layer, blocks, logical_row, table_row, table_head, guard, rows,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    program = tl.program_id(0)
+    own, row, part = program % HEADS, (program // HEADS) % rows, program // HEADS // rows
+    base = (layer * HEADS + own).to(tl.int64) * blocks
+    at = part * STEP + tl.arange(0, STEP)
+    real = at < tl.cdiv(tl.load(lengths + row), SIZE)
+    block = tl.load(logical + row.to(tl.int64) * logical_row + at, mask=real, other=0)
+    slot = tl.load(slots + base + block, mask=real, other=-1)
+    cell = tl.load(cells + base + block, mask=real & (slot < 0), other=0)
+    table = tables + row.to(tl.int64) * table_row + own.to(tl.int64) * table_head
+    tl.store(table + at, tl.where(slot >= 0, slot, tl.where(cell > 0, -cell, guard)), mask=real)
+
+
+@triton.jit(
+    do_not_specialize=["k_from", "v_from", "k_to", "v_to"], do_not_specialize_on_alignment=["which", "where", "count"]
+)
+def _bring(
+    k_from, v_from, k_to, v_to, which, where, count, COPIERS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
+    ROOM: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    block_pages.copy_lists(
+        tl.program_id(0), COPIERS, k_from, v_from, k_to, v_to, which, where, count, ROOM, 1, HEADS, PADDED, PIECES,
+        TILES, WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit(
