@@ -10,6 +10,7 @@ from dataclasses import replace
 import paper_stats as stats
 import torch
 from paper_captures import Captured, Layer, Step, decoded, prompt_chunk
+from paper_lfps import LETTER, SHARE, Found, overlap, resting, tables
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -21,17 +22,11 @@ from saccade.methods.eviction import AdaKV, SnapKV
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.h2o import H2O
 from saccade.methods.hshare import HShare
-from saccade.methods.lfps import LFPS
 from saccade.methods.policy import parse_method
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
 
-Found = defaultdict[tuple[str, str], list[Tensor]]
-
-SHARE, SINKS, RESTS, ALIKE = 0.02, 4, 0.85, 0.8
-LETTER = (
-    "lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean, bypass_shift=false, read_local=false)"
-)
+ALIKE = 0.8
 SHARING = [(anchors, s) for anchors in ("retrieved", "any") for s in (8, 16, 20, 32)]
 
 
@@ -101,44 +96,6 @@ def attention(run: Captured, layer: Layer, found: Found) -> None:
     clusters(weights, cosines > ALIKE, found)
 
 
-def resting(run: Captured, layer: Layer, weights: Tensor, sets: Tensor, found: Found) -> None:
-    """LFPS: heads that rest on their sinks, what may stand for the rest, and how alike neighbouring steps are."""
-    first, sinks = weights[..., 0], weights[..., :SINKS].sum(-1)
-    found["LFPS Table 3", "first key above 0.85"].append((first > RESTS).double())
-    found["LFPS Table 3", "first four keys above 0.85"].append((sinks > RESTS).double())
-    true, values = layer.outputs(weights), layer.v.double()
-    values = values.repeat_interleave(layer.q.shape[0] // len(values), 0)
-    kept = weights * sets
-    own = weights[..., :SINKS] @ values[:, :SINKS]
-    means = (values.cumsum(1)[:, run.steps] - values[:, :SINKS].sum(1, keepdim=True)) / (run.steps[:, None] + 1 - SINKS)
-    forms = {
-        "exact top 2 %": kept @ values / kept.sum(-1, keepdim=True),
-        "sinks alone": own / sinks[..., None],
-        "sinks and the mean of the rest": own + (1 - sinks)[..., None] * means,
-    }
-    for name, out in forms.items():
-        error = stats.relative(out, true)
-        found["LFPS Fig. 2c", f"{name}: heads that rest"].append(error[sinks > RESTS])
-        found["LFPS Fig. 2c", f"{name}: all heads"].append(error.flatten())
-    alike = cosine_similarity(weights[:, 1:, SINKS:], weights[:, :-1, SINKS:], dim=-1)
-    near, sink = cosine_similarity(true[:, 1:], true[:, :-1], dim=-1), cosine_similarity(true, values[:, :1], dim=-1)
-    for name, which in (("above", first > 0.9), ("up to", first <= 0.9)):
-        both = which[:, 1:] & which[:, :-1]
-        found["LFPS Fig. 7", f"cosine of neighbouring steps' weights, first key {name} 0.9"].append(alike[both])
-        found["LFPS Fig. 8", f"cosine of neighbouring steps' outputs, first key {name} 0.9"].append(near[both])
-        found["LFPS Fig. 8", f"cosine of outputs and the first key's value, first key {name} 0.9"].append(sink[which])
-    for own, rests in zip(weights[..., SINKS:], first):
-        made, high = stats.by_interval(own, rests, 0.05)
-        close = cosine_similarity(made[:, None], made[None], dim=-1)
-        pairs = torch.ones_like(close, dtype=torch.bool).triu(1)
-        for name, which in (
-            ("both up to 0.9", ~high[:, None] & ~high),
-            ("one of them above 0.9", high[:, None] ^ high),
-        ):
-            what = f"cosine of patterns by intervals of 0.05 of the first key's weight, {name}"
-            found["LFPS Fig. 7", what].append(close[pairs & which])
-
-
 def clusters(weights: Tensor, alike: Tensor, found: Found) -> None:
     """PrHS, Fig. 2 and 4: of neighbours whose queries are ``alike`` [heads, steps - 1]."""
     sets = stats.heaviest(weights, 64)
@@ -161,33 +118,6 @@ def clusters(weights: Tensor, alike: Tensor, found: Found) -> None:
             if ago == 1:
                 size = given.sum(-1).double() / best.sum(-1)[:, :-1]
                 found["PrHS Fig. 4", f"size of the set, {name}"].append(size[pairs])
-
-
-def tables(run: Captured, layer: Layer, found: Found) -> None:
-    """LFPS's overlap with exact top-k (eq. 2), and Quest's (Fig. 2a)."""
-    weights = layer.weights(run.steps)
-    quest = f"quest(budget={max(32, round(SHARE * run.context))}, dense_layers=0, unit=q_head)"
-    for name, text in (
-        ("LFPS to the letter", LETTER),
-        ("LFPS to the letter, a=0.1", LETTER.replace("(", "(a=0.1, ")),
-        ("LFPS, defaults", "lfps"),
-        ("Quest", quest),
-    ):
-        method = parse_method(text)
-        for at, step in enumerate(decoded(run, layer, method)):
-            own = weights[:, at, SINKS : step.row]
-            best = stats.heaviest(own, max(1, round(SHARE * own.shape[-1] + 0.5)))
-            idle = getattr(step.state, "idle", None)
-            active = torch.ones(len(own), dtype=torch.bool) if idle is None else ~idle
-            read = step.mask()[:, SINKS : step.row]
-            mass = (own * best * read).sum(-1) / (own * best).sum(-1)
-            found["LFPS eq. 2", f"{name}: best 2 % that it read"].append(stats.held(best, read)[active])
-            found["LFPS eq. 2", f"{name}: their weight that it read"].append(mass[active])
-            found["LFPS eq. 2", f"{name}: keys scored"].append(
-                torch.tensor([(step.query.cost.scored + step.query.cost.estimated) / step.row])
-            )
-            if isinstance(method, LFPS):
-                found["LFPS Table 3", f"{name}: heads bypassed"].append((~active).double())
 
 
 def sharing(run: Captured, layer: Layer, found: Found) -> None:
@@ -352,6 +282,7 @@ PARTS: dict[str, Callable[[Captured, Layer, Found, int], None]] = {
     "prefill": _alone(prefill),
     "attention": _alone(attention),
     "tables": _alone(tables),
+    "overlap": _alone(overlap),
     "sharing": _alone(sharing),
     "dilation": dilation,
     "errors": errors,

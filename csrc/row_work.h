@@ -99,20 +99,14 @@ class RowWork {
             const std::vector<int64_t>& ends;
             const int32_t* keys;
             std::atomic<uint8_t>* marks;
-            uint32_t page;
-        } job{ends, keys, marks.get(), static_cast<uint32_t>(a_.page)};
+            int shift;
+        } job{ends, keys, marks.get(), __builtin_ctzll(a_.page)};
         parallel_for(
             lists, worth(ends[lists], 16384, a_.threads),
             [](void* context, int64_t list) {
                 const Marking& m = *static_cast<const Marking*>(context);
-                uint32_t start = 1u << 31;  // of the block that was marked last: few keys need a division
-                for (int64_t i = m.ends[list]; i < m.ends[list + 1]; ++i) {
-                    const auto key = static_cast<uint32_t>(m.keys[i]);
-                    if (key - start < m.page) continue;
-                    const uint32_t block = key / m.page;
-                    m.marks[block].store(1, std::memory_order_relaxed);
-                    start = block * m.page;
-                }
+                for (int64_t i = m.ends[list]; i < m.ends[list + 1]; ++i)
+                    m.marks[static_cast<uint32_t>(m.keys[i]) >> m.shift].store(1, std::memory_order_relaxed);
             },
             &job);
         int64_t count = 0;

@@ -239,18 +239,22 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             products._product,
             {
                 "dtype": "bf16", "ROWS": rows, "SPLITS": splits, "GATED": gated, "BIASED": not gated, "EARLY": True,
-                "STAGES": 4 if gated else 6,
+                "STAGES": 4 if gated else 6, "SCALED": eighth, "types": {"weight": "*fp8e4nv"} if eighth else {},
                 **{name: getattr(products, name) for name in ("OUTPUTS", "CHANNELS", "FETCHED", "LINE")},
             },
             {"num_warps": 4},
         )
-        for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
+        for rows, splits, gated, eighth in (
+            (16, 1, True, False), (32, 2, True, False), (16, 2, False, False), (32, 1, False, False),
+            (16, 2, False, True),
+        )
     ]  # fmt: skip
     for kind in FORMATS.values():
         own = {**tile_products._constants(kind.layout), "TILE": TILE}
         more = {"ROWS": 8, "SPLITS": 2, "BIASED": True, "FULL": True, "EARLY": True}
         plain, launch = {"num_warps": tile_products.PLAIN.warps}, tile_rows.LAUNCH.options(8)
-        found.append((tile_products._product, {**own, **more, "STAGES": tile_products.STAGES}, plain))
+        own_stages = {**own, **more, "STAGES": tile_products.STAGES}
+        found += [(tile_products._product, {**own_stages, "GROUPED": grouped}, plain) for grouped in (False, True)]
         kinds = tile_rows.constants(torch.bfloat16, kind.layout.kind)
         found.append((tile_rows.product, {**own, **more, **kinds}, launch))
         found.append((tile_products._values, {**own, "LISTED": True}, {"num_warps": 4}))
@@ -325,7 +329,7 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) ->
     constant = {param.name for param in kernel.params if param.is_constexpr}
     kinds = {name: "constexpr" if name in constant else TYPES.get(name, "i32") for name in names}
     kinds |= {name: f"*{dtype}" for name in names if name in STORED and name not in constant}
-    kinds |= OTHERS.get(kernel, {})
+    kinds |= {**OTHERS.get(kernel, {}), **constants.get("types", {})}
     for name, box in constants.get("tiles", {}).items():  # by the copy engine
         kinds[name] = f"tensordesc<{dtype}{list(box)}>"
     attributes = {

@@ -123,12 +123,12 @@ OTHERS = {
     },
     triton_row_blocks._mean_scores: {"pointers": "*i64", "lengths": "*i32", "bounds": "*i32"},
     products._product: {
-        **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "parts": "*fp32", "arrived": "*i64",
-        "rows": "i32",
+        **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "scales": "*fp32", "parts": "*fp32",
+        "arrived": "*i64", "rows": "i32",
     },
     tile_products._product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "halves": "*fp16", "stored": "*u8", "parts": "*fp32",
-        "arrived": "*i64", "rows": "i32", **PLACES,
+        "arrived": "*i64", "chosen": "*i64", "rows": "i32", **PLACES,
     },
     tile_rows.product: {
         **dict.fromkeys(("x", "bias"), "*bf16"), "words": "*i16", "stored": "*u8", "parts": "*fp32", "arrived": "*i64",

@@ -9,6 +9,7 @@ from engine_helpers import EVERY, GREEDY, tokens
 from helpers import generator
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade import LLM, SamplingParams
 from saccade.engine.hosted import HostedRows, goes_to_host
@@ -317,6 +318,32 @@ def test_candidates_are_found_before_the_query_is_there(folder, monkeypatch):
     with hosting(folder, 20) as llm:
         llm.generate([random_ids(200, seed=1)], SamplingParams(temperature=0, max_tokens=3), policy=LFPS)
     assert seen[: 3 * LAYERS] == ["foresee", "wait", "run"] * LAYERS
+
+
+def test_tables_cost_the_device_nothing(folder):
+    """A step under LFPS has as many tensor operations as one that reads everything: what is its own, kernels do."""
+
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), named=None):
+            self.calls += 1
+            return function(*args, **(named or {}))
+
+    counts = {}
+    with hosting(folder, 40, exact=False) as llm:
+        llm.pool.tiers.tier.compute.lodges_all = True
+        for policy in ("dense", "lfps(k=24, blocks=0, least=1, rest=none)"):
+            request = start(llm, random_ids(200, seed=1), SamplingParams(temperature=0, max_tokens=8), policy)
+            while len(request.output_ids) < 4:
+                llm.engine.step()
+            with Counting() as counting:
+                llm.engine.step()
+            counts[policy] = counting.calls
+            while llm.engine.busy:
+                llm.engine.step()
+    dense, lfps = counts.values()
+    assert 0 < lfps <= dense + LAYERS
 
 
 def lodged(slots: int = 40, cells: int = 60):

@@ -7,9 +7,11 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from torch.nn.functional import linear, silu
 
+from saccade.ops.fp8 import E4M3
+from saccade.ops.fp8_weights import ScaledFp8Matrix
 from saccade.ops.matrices import DenseMatrix
 from saccade.ops.triton import products
-from saccade.ops.triton.products import _cut, gated, product, serves
+from saccade.ops.triton.products import _cut, gated, product, scaled, serves
 
 
 def draw(*size, seed=0, dtype=torch.float16):
@@ -97,3 +99,25 @@ def test_gates_with_a_bias_are_torchs(monkeypatch):
     x, held = draw(2, 256), matrix(64, 256, biased=True)
     gate = linear(x, held.weight, held.bias)
     torch.testing.assert_close(gated(x, held, held), silu(gate) * gate, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels", "width", "biased"),
+    [(1, 64, 128, 128, False), (5, 200, 1152, 128, True), (17, 130, 2048, 256, False), (3, 70, 512, None, True)],
+)
+def test_weights_in_e4m3_are_read_as_they_lie(rows, outputs, channels, width, biased):
+    """By blocks of 128 outputs, or a scale for each; all finite bytes, subnormal ones too."""
+    x, generator = draw(rows, 2 * channels)[:, ::2], torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, (outputs, channels), dtype=torch.uint8, generator=generator)
+    codes[codes & 127 == 127] = 1  # no number
+    runs = 1 if width is None else -(-channels // width)
+    scales = (0.002 * draw(-(-outputs // 128), runs, seed=4).float()).repeat_interleave(128, 0)[:outputs].contiguous()
+    bias = draw(outputs, seed=5) if biased else None
+    held = ScaledFp8Matrix(codes.view(E4M3), scales, width or channels, bias, torch.float16)
+    worth = held.dequantised(slice(None)).double()
+    exact = linear(x.double(), worth, None if bias is None else bias.double())
+    made, most = scaled(x, held), x.double().abs() @ worth.abs().T
+    assert bool(((made.double() - exact).abs() <= 1e-3 * (most + exact.abs())).all())
+    assert torch.equal(scaled(x[-1:], held), made[-1:])
+    assert scaled(draw(33, channels), held) is None
+    assert not held.has_kernel  # on a CPU

@@ -7,20 +7,25 @@ import numpy as np
 import pytest
 import torch
 from test_planes import blocks, draw
+from torch.nn.functional import silu
 
 from saccade.errors import SaccadeError
+from saccade.models.matrix_modules import MatrixExperts
 from saccade.ops.block_weights import FORMATS as BLOCKS
 from saccade.ops.dequantised import DequantisedMatrix
 from saccade.ops.group_weights import FORMATS as GROUPS
 from saccade.ops.group_weights import packed_codes
-from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileMatrix, tiled
+from saccade.ops.tile_weights import _BITS, FORMATS, TILE, TileExperts, TileMatrix, tiled
 from saccade.ops.triton import tile_products, tile_rows
 
 
 def stored(name: str, outputs: int, channels: int, wild: bool, device: str = "cpu") -> DequantisedMatrix:
     """All bytes at random but for the scales, which are such as models have, or of every size: ``wild``."""
     if name in BLOCKS:
-        return BLOCKS[name](blocks(name, outputs, channels, seed=3, wild=wild).weight.to(device))
+        weight = blocks(name, outputs, channels, seed=3, wild=wild).weight
+        if name == "MXFP4":  # subnormal scales may count as 0, and sums are to stay finite
+            weight.view(outputs, -1, BLOCKS[name].block_bytes)[..., 0].clamp_(2, 200)
+        return BLOCKS[name](weight.to(device))
     kind, rng = GROUPS[name], np.random.default_rng(3)
     codes, zeros = (
         torch.from_numpy(rng.integers(0, 1 << kind.bits, (outputs, count), dtype=np.uint8))
@@ -60,6 +65,48 @@ def test_halves_and_sums_that_programs_share():
     assert tile_products._splits(1, 8, 4, tile_products.PLAIN) == 4
     exact = x.double() @ held.dequantised(slice(None)).double().T + bias.double()
     assert bool(((made.product(x) - exact).abs() <= 1e-3 * (1 + exact.abs())).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "biased"), [("Q4_K", 768, False), ("Q8_0", 2048, True), ("MXFP4", 96, True)]
+)
+def test_rows_meet_experts_of_their_own_in_one_launch(name, channels, biased):
+    """Three rows of two experts each, one expert twice, sums in parts where channels are many."""
+    weight, biases = stored(name, 500, channels, False).weight.view(5, 100, -1), draw(5, 100, seed=6)
+    held = [BLOCKS[name](one.contiguous(), bias if biased else None) for one, bias in zip(weight, biases)]
+    tiles = [TileMatrix.of_weights(one) for one in held]
+    experts, x, chosen = TileExperts.of(tiles), draw(3, 2 * channels, seed=4)[:, ::2], torch.tensor([4, 0, 2, 2, 1, 4])
+    assert experts is not None
+    made, wide = experts.product(x, chosen, 2), x.repeat_interleave(2, 0)
+    assert torch.equal(experts.product(wide, chosen), made)
+    for row, (number, got) in enumerate(zip(chosen.tolist(), made)):
+        values = held[number].dequantised(slice(None)).double()
+        exact = values @ wide[row].double() + (biases[number].double() if biased else 0)
+        assert bool(((got - exact).abs() <= 2e-6 * (values.abs() @ wide[row].double().abs() + 1)).all())
+    assert all(torch.equal(one.weight, tile.weight) for one, tile in zip(experts.matrices, tiles))
+    assert TileExperts.of([*tiles, TileMatrix.of_weights(blocks("Q6_K", 100, 768))]) is None
+    assert TileExperts.of(held) is None
+
+
+def test_experts_of_a_layer_in_three_launches():
+    """Against those that are computed one after another."""
+    shapes = {"gate": (96, 256), "up": (96, 256), "down": (256, 96)}
+    held = {
+        part: [blocks("Q8_0", *shape, seed=10 * at + number) for number in range(4)]
+        for at, (part, shape) in enumerate(shapes.items())
+    }
+    tiles = {part: [TileMatrix.of_weights(one) for one in own] for part, own in held.items()}
+    x, weights = draw(5, 256, seed=1), torch.rand(5, 2, generator=torch.Generator().manual_seed(2))
+    chosen = torch.tensor([[0, 3], [1, 0], [3, 2], [2, 1], [0, 1]])
+    apart, together = (MatrixExperts(*own.values(), lambda gate, up: silu(gate) * up) for own in (held, tiles))
+    assert apart.together is None
+    assert together.together is not None
+    wanted = apart(x, chosen, weights)
+    most = 1e-6 * float(wanted.abs().max())
+    torch.testing.assert_close(together(x, chosen, weights), wanted, rtol=1e-5, atol=most)
+    assert torch.equal(together(x[2:3], chosen[2:3], weights[2:3]), together(x, chosen, weights)[2:3])
+    many = [one.repeat(7, 1) for one in (x, chosen, weights)]
+    torch.testing.assert_close(together(*many)[:5], wanted, rtol=1e-5, atol=most)
 
 
 def test_parts_of_whole_tiles_are_one_matrix():

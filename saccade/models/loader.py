@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from saccade.models.lora import AdaptedWeights, Adapter, open_adapter
 from saccade.models.matrix_modules import MatrixProduct, QuantisedSource
 from saccade.models.packed_weights import PackedWeights, product_notes
 from saccade.models.probe import probe_layers
-from saccade.models.quiet import quiet_transformers
+from saccade.models.quiet import no_collection, quiet_transformers
 from saccade.models.rounded_weights import RoundedWeights, rounding_notes
 from saccade.models.runner import HFRunner
 from saccade.models.target import checked_device, run_dtype
@@ -108,8 +109,11 @@ def load_model(
     checkpoint = open_checkpoint(path)
     target = checked_device(device)
     chosen, notes = run_dtype(checkpoint, dtype, target)
-    with quiet_transformers():
+    # A tokenizer's tables are hundreds of thousands of objects, and packing weights holds no lock of Python's: they are
+    # read side by side, and no collection walks through what has only just been made.
+    with quiet_transformers(), no_collection(), ThreadPoolExecutor(1, "tokenizer") as beside:
         config = checked_config(checkpoint)
+        reading = beside.submit(load_tokenizer, checkpoint.path)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
         if quantize is not None:
@@ -141,7 +145,7 @@ def load_model(
                 kept = rounded.kept
             model.to(target)
         notes += rounding_notes(integers, chosen, kept)
-        tokenizer = load_tokenizer(checkpoint.path)
+        tokenizer = reading.result()
     model.eval()
     spec = _spec(model, family, chosen, llama)
     runner = HFRunner(model, family, spec, llama)

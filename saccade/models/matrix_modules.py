@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from saccade.models.llama_weights import Use, WeightSource
 from saccade.ops.matrices import Matrix
+from saccade.ops.tile_weights import TileExperts
+
+FEW = 64  # rows times experts of each, up to which all meet in one launch
 
 
 class QuantisedSource(WeightSource, Protocol):
@@ -84,11 +87,21 @@ class MatrixExperts(nn.Module):
         gated: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__()
-        self.experts, self.gated = list(zip(gate, up, down, strict=True)), gated
+        together = [TileExperts.of(one) for one in (gate, up, down)]
+        self.together = together if all(together) else None
+        own = (gate, up, down) if self.together is None else [one.matrices for one in together if one is not None]
+        self.experts, self.gated = list(zip(*own, strict=True)), gated
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Rows [n, channels], the experts of each int64 [n, k] and what they count for [n, k] -> [n, channels]. Rows of
-        an expert are computed together."""
+        """Rows [n, channels], the experts of each int64 [n, k] and what they count for [n, k] -> [n, channels]. Few
+        rows on a GPU take three launches, in which each meets its own experts; of many, those of an expert are computed
+        together, once the host has learnt which they are."""
+        if self.together is not None and top_k_index.numel() <= FEW:
+            gate, up, down = self.together
+            chosen, each = top_k_index.flatten(), top_k_index.shape[1]
+            made = self.gated(gate.product(hidden_states, chosen, each), up.product(hidden_states, chosen, each))
+            made = down.product(made, chosen).view(*top_k_index.shape, -1)
+            return (made.float() * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
         out = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
             gate, up, down = self.experts[number]

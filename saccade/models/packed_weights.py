@@ -26,7 +26,7 @@ def product_notes(matrices: Iterable[Matrix]) -> list[str]:
     """What of the formats of ``matrices``, which a step multiplies by, has no kernel, as sentences."""
     parts, notes = list(matrices), []
     inner = [one.inner if isinstance(one, PermutedMatrix) else one for one in parts]
-    left = [one for one in inner if isinstance(one, DequantisedMatrix)]
+    left = [one for one in inner if isinstance(one, DequantisedMatrix) and not one.has_kernel]
     # Blocks have kernels on every CPU for which the package was built.
     if slow := {str(one.format) for one in left if one.weight.is_cuda or not isinstance(one, BlockMatrix)}:
         notes.append(

@@ -1,7 +1,8 @@
-"""Keeping transformers' own words from the terminal."""
+"""Keeping transformers' own words from the terminal, and the collector from its objects."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +30,16 @@ def speak_through(handler: logging.Handler) -> None:
     for name in ("transformers", "huggingface_hub"):
         one = logging.getLogger(name)
         one.handlers, one.propagate = [handler], False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cyclic garbage collector rests inside, where much is made and little let go. It is the process's: with
+    several threads inside, the first to leave wakes it."""
+    works = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if works:
+            gc.enable()

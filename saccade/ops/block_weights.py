@@ -23,7 +23,7 @@ class BlockParts(NamedTuple):
     product but one of these is exact: a product of at most 24 bits."""
 
     codes: Tensor  # uint8 [n, block]
-    scale: Tensor  # float16 [n, 1]
+    scale: Tensor  # float16 or bfloat16 [n, 1]
     factors: Tensor | None = None  # uint8 or int8 [n, groups]: of each run of channels; None: 1
     least: Tensor | None = None  # float16 [n, 1]; None: nothing is taken off
     minima: Tensor | None = None  # uint8 [n, groups]; None: 1
@@ -46,8 +46,7 @@ class BlockMatrix(DequantisedMatrix):
 
     @staticmethod
     def parts(blocks: Tensor) -> BlockParts:
-        """Of ``blocks`` uint8 [n, block_bytes], where codes are numbers; a format whose codes stand for other ones says
-        its ``values``."""
+        """Of ``blocks`` uint8 [n, block_bytes]. Codes that stand for numbers of a table are those numbers, plus 128."""
         raise NotImplementedError
 
     @classmethod
@@ -242,13 +241,14 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the n
 
 
 def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
-    """float32 of ``codes``, numbers of the entries of ``table``."""
+    """uint8 of ``codes``, numbers of the entries of ``table``: what these say, plus 128."""
     return _on(table, codes.device)[codes.int()]
 
 
 @functools.cache
 def _on(table: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(table, dtype=torch.float32, device=device)  # once: a GPU's recorded steps copy nothing
+    numbers = [one + 128 for one in table]
+    return torch.tensor(numbers, dtype=torch.uint8, device=device)  # once: a GPU's recorded steps copy nothing
 
 
 class IQ4_NL(BlockMatrix):
@@ -257,11 +257,12 @@ class IQ4_NL(BlockMatrix):
     format = "IQ4_NL"
     block = 32
     block_bytes = 18
+    zero = 128
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        return _looked_up(_fields(blocks[:, 2:], 4, 16), _NONLINEAR) * _half(blocks, 0).float()
+        return BlockParts(_looked_up(_fields(blocks[:, 2:], 4, 16), _NONLINEAR), _half(blocks, 0))
 
 
 class IQ4_XS(BlockMatrix):
@@ -270,13 +271,14 @@ class IQ4_XS(BlockMatrix):
     format = "IQ4_XS"
     block = 256
     block_bytes = 136
+    zero = 128
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
-        scales = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
+        factors = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
         codes = _looked_up(_fields(blocks[:, 8:], 4, 16), _NONLINEAR)
-        return _scaled(codes, _half(blocks, 0).float() * (scales.float() - 32))
+        return BlockParts(codes, _half(blocks, 0), factors.to(torch.int8) - 32)
 
 
 class MXFP4(BlockMatrix):
@@ -285,13 +287,14 @@ class MXFP4(BlockMatrix):
     format = "MXFP4"
     block = 32
     block_bytes = 17
+    zero = 128
 
     @staticmethod
-    def values(blocks: Tensor) -> Tensor:
+    def parts(blocks: Tensor) -> BlockParts:
         """See :class:`BlockMatrix`."""
         power = blocks[:, :1].int()  # halved, as the table is doubled: below 2 it is subnormal
-        bits = torch.where(power < 2, 0x200000 << power.clamp(max=1), (power - 1) << 23)
-        return _looked_up(_fields(blocks[:, 1:], 4, 16), _E2M1) * bits.view(torch.float32)
+        bits = torch.where(power < 2, 0x20 << power.clamp(max=1), (power - 1) << 7).to(torch.int16)
+        return BlockParts(_looked_up(_fields(blocks[:, 1:], 4, 16), _E2M1), bits.view(torch.bfloat16))
 
 
 _KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4)

@@ -19,6 +19,11 @@ class DequantisedMatrix(Matrix):
     def dequantised(self, which: Tensor | slice) -> Tensor:
         """float32 [n, channels] of the rows ``which`` of the weight, rounded as the format's own dequantiser does."""
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether products of few rows are made by a kernel that reads the numbers as they are stored."""
+        return False
+
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`Matrix`."""
         return self.dequantised(ids).to(dtype)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saccade.ops import triton
 from saccade.ops.dequantised import DequantisedMatrix
-from saccade.ops.fp8 import E4M3, MULTIPLE, QuantizedRows, quantize, why_not
+from saccade.ops.fp8 import E4M3, MULTIPLE, QuantizedRows, quantize, why_no_products, why_not
 from saccade.ops.matrices import Matrix, RowPasses
+
+KERNEL_CHANNELS = 128  # that ops.triton.products reads at a time
 
 
 class Fp8Matrix(Matrix):
@@ -106,6 +109,27 @@ class ScaledFp8Matrix(DequantisedMatrix):
         if scales.shape[1] > 1:
             scales = scales.repeat_interleave(self.width, 1)[:, : self.channels]
         return weight * scales
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`: few rows on a GPU by a kernel that reads the 8 bits, others by pieces in ``dtype``."""
+        if not self.has_kernel:
+            return super().product(x)
+        from saccade.ops.triton import products  # needs Triton
+
+        made = products.scaled(x, self)
+        return super().product(x) if made is None else made
+
+    @property
+    def has_kernel(self) -> bool:
+        """See :class:`DequantisedMatrix`: on a GPU with 8-bit floats, in blocks of whole ``KERNEL_CHANNELS``."""
+        whole = self.scales.shape[1] == 1 or self.width % KERNEL_CHANNELS == 0
+        return (
+            whole
+            and self.channels % KERNEL_CHANNELS == 0
+            and self.weight.is_cuda
+            and triton.available()
+            and (why_no_products(self.weight.device) is None)
+        )
 
     def multiplied(self) -> Fp8Matrix | None:
         """The same weights for products with rows in e4m3, too; None where those do not run."""

@@ -1,6 +1,6 @@
 """Quantised weights as a GPU's kernels read them (``ops.triton.tile_products``): tiles of 64 outputs, of which what a
 program reads at a time lies together. They are packed once, as they are loaded, and are worth what their format says,
-to the bit.
+to the bit, but that MXFP4's two least scales, which are subnormal (below 2 ** -126), may count as 0.
 
 A tile is a run of bytes: codes, further bits of codes, scales, what is taken off, factors of scales, factors of what is
 taken off, codes of 0; each section begins where the one before it ends. Codes of 4 or 8 bits lie in words of 16: bit
@@ -12,6 +12,7 @@ each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -150,6 +151,40 @@ class TileMatrix(GroupedMatrix):
         return tile_products.values(self, ids, dtype)
 
 
+class TileExperts:
+    """Matrices of one format and shape, one for each of a layer's experts, in one piece of memory: ``weight`` uint8
+    [experts, tiles, bytes of a tile] and ``bias`` [experts, outputs], or None. ``matrices`` are its parts."""
+
+    def __init__(self, matrices: Sequence[TileMatrix]) -> None:
+        first = matrices[0]
+        self.layout, self.weight = first.layout, torch.stack([one.weight for one in matrices])
+        biases = [one.bias for one in matrices if one.bias is not None]
+        self.bias = torch.stack(biases) if biases else None
+        own: Sequence[Tensor | None] = [None] * len(matrices) if self.bias is None else self.bias.unbind()
+        self.matrices = [
+            first.part(weight, first.outputs, bias) for weight, bias in zip(self.weight.unbind(), own, strict=True)
+        ]
+
+    @property
+    def first(self) -> TileMatrix:
+        """One of them: all are as this one."""
+        return self.matrices[0]
+
+    @staticmethod
+    def of(matrices: Sequence[Matrix]) -> TileExperts | None:
+        """None for matrices that are in no tiles, or of several formats or shapes."""
+        tiles = [one for one in matrices if isinstance(one, TileMatrix)]
+        kinds = {(type(one), one.weight.shape, one.outputs, one.channels, one.bias is None) for one in tiles}
+        return TileExperts(tiles) if len(tiles) == len(matrices) and len(kinds) == 1 else None
+
+    def product(self, x: Tensor, chosen: Tensor, each: int = 1) -> Tensor:
+        """Row ``i // each`` of ``x`` [rows, channels] times the matrix of expert ``chosen[i]`` (int64 [n]): [n,
+        outputs], in one launch. The host need not know the experts. For few rows."""
+        from saccade.ops.triton import tile_products  # needs Triton
+
+        return tile_products.grouped(x, self, chosen, each)
+
+
 def _words(codes: Tensor, bits: int) -> Tensor:
     """int16 [tiles, words]: of ``codes`` uint8 [tiles, parts, TILE, part], runs of 16 / bits parts in words."""
     fields = codes.unflatten(1, (-1, WORD // bits)).int()
@@ -170,11 +205,13 @@ def _layout(kind: type[BlockMatrix], bits: int) -> Layout:
         signed=blank.factors is not None and blank.factors.dtype == torch.int8,
         least=blank.least is not None,
         minima=blank.minima is not None,
+        kind=blank.scale.dtype,
     )
 
 
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 _BITS |= {"Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+_BITS |= {"IQ4_NL": 8, "IQ4_XS": 8, "MXFP4": 8}  # numbers of tables: in tiles, twice the file's bytes
 _KINDS = {"": torch.float16, "BF16": torch.bfloat16}  # of scales, by what an integer format's name ends with
 
 

@@ -3,7 +3,7 @@
 torch's own products reach 80 to 90 % of the rate at which the device reads, and wait for the launch before them to
 end. These are launched early (common.begin) and ask for their first weights, which nothing on the way writes, before
 they wait; a gated MLP's two products and its gate are one launch. Results of a row hang neither on the number of
-rows nor on the other rows.
+rows nor on the other rows. Weights in e4m3 with scales of their own (``ops.fp8_weights``) are read as they lie.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.fp8_weights import KERNEL_CHANNELS, ScaledFp8Matrix
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.triton.common import arrivals, begin, is_hopper, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
 MOST_ROWS = 32
-OUTPUTS, CHANNELS = 64, 128  # of a tile of weights
+OUTPUTS, CHANNELS = 64, KERNEL_CHANNELS  # of a tile of weights
 LINE = 64  # 16-bit values of a cache line
 FETCHED = 2  # tiles that a program asks for before it waits
 FEWEST_TILES = 4  # of a program, where several share an output's channels
@@ -45,20 +46,31 @@ def gated(x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
 
 def serves(x: Any, matrix: Matrix) -> bool:
     """Whether the kernel takes this product; the matrix's own does otherwise."""
-    weight = matrix.weight
+    return isinstance(matrix, DenseMatrix) and matrix.weight.dtype == x.dtype and _reads(x, matrix.weight)
+
+
+def scaled(x: Tensor, matrix: ScaledFp8Matrix) -> Tensor | None:
+    """As :func:`product` of a matrix that ``has_kernel``: sums of a tile are multiplied by its scale in float32. None
+    for rows that the kernel does not take."""
+    if not _reads(x, matrix.weight):
+        return None
+    return _launch(x, matrix, None, matrix.scales, matrix.width if matrix.scales.shape[1] > 1 else matrix.channels)
+
+
+def _reads(x: Tensor, weight: Tensor) -> bool:
     return (
-        isinstance(matrix, DenseMatrix)
-        and 0 < x.shape[0] <= MOST_ROWS
+        0 < x.shape[0] <= MOST_ROWS
         and runs_on(x)
-        and weight.dtype == x.dtype
         and x.element_size() == 2
         and weight.shape[1] % CHANNELS == 0
         and weight.stride(1) == 1
-        and weight.stride(0) % 8 == 0
+        and weight.stride(0) * weight.element_size() % 16 == 0
     )
 
 
-def _launch(x: Tensor, matrix: Matrix, up: Matrix | None) -> Tensor:
+def _launch(
+    x: Tensor, matrix: Matrix, up: Matrix | None, scales: Tensor | None = None, width: int = CHANNELS
+) -> Tensor:
     x, weight, bias = in_rows(x), matrix.weight, matrix.bias
     (rows, channels), outputs = x.shape, weight.shape[0]
     other = weight if up is None else up.weight
@@ -73,10 +85,11 @@ def _launch(x: Tensor, matrix: Matrix, up: Matrix | None) -> Tensor:
         else torch.empty(splits * (1 if up is None else 2), rows, outputs, dtype=torch.float32, device=x.device)
     )
     _product[(tiles, splits)](
-        x, weight, other, weight if bias is None else bias, out, parts, arrivals(x.device, tiles), rows, outputs,
-        channels, x.stride(0), weight.stride(0), other.stride(0), ROWS=pad(rows), OUTPUTS=OUTPUTS, CHANNELS=CHANNELS,
-        SPLITS=splits, GATED=up is not None, BIASED=bias is not None, FETCHED=FETCHED, LINE=LINE, STAGES=stages,
-        num_warps=4, **launched(x.device),
+        x, weight, other, weight if bias is None else bias, weight if scales is None else scales, out, parts,
+        arrivals(x.device, tiles), rows, outputs, channels, x.stride(0), weight.stride(0), other.stride(0),
+        1 if scales is None else scales.stride(0), width, ROWS=pad(rows), OUTPUTS=OUTPUTS, CHANNELS=CHANNELS,
+        SPLITS=splits, GATED=up is not None, BIASED=bias is not None, SCALED=scales is not None, FETCHED=FETCHED,
+        LINE=LINE, STAGES=stages, num_warps=4, **launched(x.device),
     )  # fmt: skip
     return out
 
@@ -100,9 +113,10 @@ def _ask_for(places):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["parts"])
 def _product(
-    x, weight, other, bias, out, parts, arrived, rows, outputs, channels, x_row, weight_row, other_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
-    BIASED: tl.constexpr, FETCHED: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, other, bias, scales, out, parts, arrived, rows, outputs, channels, x_row, weight_row, other_row,
+    scales_row, width, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, FETCHED: tl.constexpr, LINE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -124,7 +138,11 @@ def _product(
     for first in tl.range(start, stop, CHANNELS, num_stages=STAGES):
         a = tl.load(weight + held * weight_row + (first + channel)[None, :], eviction_policy="evict_first")
         b = tl.load(x + row * x_row + (first + channel)[:, None], mask=row < rows, other=0.0)
-        total = tl.dot(a, b, total)
+        if SCALED:
+            scale = tl.load(scales + held * scales_row + first // width)
+            total += tl.dot(a.to(b.dtype), b) * scale
+        else:
+            total = tl.dot(a, b, total)
         if GATED:
             a = tl.load(other + held * other_row + (first + channel)[None, :], eviction_policy="evict_first")
             second = tl.dot(a, b, second)

@@ -19,13 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.tile_weights import TILE, Layout, TileMatrix
+from saccade.ops.tile_weights import TILE, Layout, TileExperts, TileMatrix
 from saccade.ops.triton import tile_rows
 from saccade.ops.triton.common import arrivals, begin, launched, pad, processors, runs_on
 
 MOST_ROWS = 32
 PLAIN = tile_rows.Launch(4, 8, 2, 16)
 STAGES = 2
+TYPICAL = 4  # experts of a row: how many rows there are must not decide what a row gives
 
 
 def serves(x: Tensor) -> bool:
@@ -53,7 +54,29 @@ def product(x: Tensor, matrix: TileMatrix) -> Tensor:
         own = tile_rows.constants(x.dtype, layout.kind)
         tile_rows.product[(blocks, splits)](x, words, stored, *others, *places, **shared, **own)
     else:
-        _product[(blocks, splits)](x, words, halves, stored, *others, *places, **shared, STAGES=STAGES)
+        _product[(blocks, splits)](
+            x, words, halves, stored, *others, *places, out, 0, 1, **shared, GROUPED=False, STAGES=STAGES
+        )
+    return out
+
+
+def grouped(x: Tensor, experts: TileExperts, chosen: Tensor, each: int) -> Tensor:
+    """Row ``i // each`` of ``x`` [rows, channels] times the expert ``chosen[i]`` (int64 [n]), for every i at once: [n,
+    outputs]. What no row chose is not read, and the host need not know."""
+    x, first, device, count = in_rows(x), experts.first, x.device, len(chosen)
+    layout, blocks = first.layout, len(first.weight)
+    steps = -(-first.channels // layout.step)
+    splits = _splits(blocks * TYPICAL, steps, processors(device), PLAIN)
+    out = torch.empty(count, first.outputs, dtype=x.dtype, device=device)
+    parts = out if splits == 1 else torch.empty(count, splits, first.outputs, dtype=torch.float32, device=device)
+    _product[(blocks, splits, count)](
+        x, *_views(experts), out if experts.bias is None else experts.bias, out, parts,
+        arrivals(device, blocks * count), 1, first.outputs, first.channels, steps, x.stride(0),
+        first.weight.stride(0), *first.places[1:], chosen.contiguous(), experts.weight.stride(0), each,
+        **_constants(layout), **launched(device), TILE=TILE, ROWS=pad(1, 8), SPLITS=splits,
+        BIASED=experts.bias is not None, FULL=first.channels % layout.step == 0, GROUPED=True, STAGES=STAGES,
+        **PLAIN.options(1),
+    )  # fmt: skip
     return out
 
 
@@ -72,7 +95,7 @@ def values(matrix: TileMatrix, outputs: Tensor | range, dtype: torch.dtype) -> T
     return out
 
 
-def _views(matrix: TileMatrix) -> Sequence[Tensor]:
+def _views(matrix: TileMatrix | TileExperts) -> Sequence[Tensor]:
     """The tiles as words, halves and bytes."""
     return matrix.weight.view(torch.int16), matrix.weight.view(matrix.layout.kind), matrix.weight
 
@@ -133,17 +156,23 @@ def _integers(
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["parts"])
 def _product(
     x, words, halves, stored, bias, out, parts, arrived, rows, outputs, channels, steps, x_row, tile_bytes, more,
-    scales, least, factors, minima, zeros, ROWS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
-    FULL: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr,
-    PART: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, FACTORS: tl.constexpr, SIGNED: tl.constexpr,
-    LEAST: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    scales, least, factors, minima, zeros, chosen, expert_bytes, each, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    BIASED: tl.constexpr, FULL: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, MORE: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    FACTORS: tl.constexpr, SIGNED: tl.constexpr, LEAST: tl.constexpr, MINIMA: tl.constexpr, ZEROS: tl.constexpr,
+    STEP: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     start = split * tl.cdiv(steps, SPLITS)
     stop = tl.minimum(start + tl.cdiv(steps, SPLITS), steps)
     at = tile.to(tl.int64) * tile_bytes
     begin(EARLY)
+    if GROUPED:  # one row by an expert of its own
+        pair = tl.program_id(2)
+        expert = tl.load(chosen + pair)
+        at += expert * expert_bytes
+        x, bias, out = x + pair // each * x_row, bias + expert * outputs, out + pair.to(tl.int64) * outputs
+        parts, arrived = parts + pair * SPLITS * outputs, arrived + pair * tl.num_programs(0)
     words, halves, stored = words + at // 2, halves + at // 2, stored + at
     row, own = tl.arange(0, ROWS)[None, :], tl.arange(0, TILE)
     place = own[:, None] * PART + tl.arange(0, PART)[None, :]
