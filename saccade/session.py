@@ -15,6 +15,7 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
 from saccade.engine.saved import SavedSession
+from saccade.engine.sequence import common
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
@@ -211,6 +212,30 @@ class Session:
         messages = [*self.messages, turn]
         ids = self.llm.tokenizer.apply_chat_template(messages, True, template, control)
         return turn, self._turn(ids, params, policy, whole=True)
+
+    def stop(self) -> bool:
+        """Have the answer that is being given end with its next token, from any thread: what was said stays said. False
+        where none has begun."""
+        turn = self.sequence.turn
+        if turn is None or not turn.output_ids:
+            return False
+        turn.max_tokens = min(turn.max_tokens, len(turn.output_ids) + 1)
+        return True
+
+    def ahead(self, beginning: str, policy: PolicyLike = None) -> AddRequest | None:
+        """A request that computes what the next message has for sure where it begins with ``beginning``, and says
+        nothing; None where there is nothing to compute. :meth:`was_read` follows it."""
+        turns = [[*self.messages, {"role": "user", "content": beginning + more}] for more in ("\n\nA", "\n\n1")]
+        one, other = (self.llm.tokenizer.apply_chat_template(messages, True, None, False) for messages in turns)
+        shared = common(one, other) - 1  # a token that stands at the end may join with what follows
+        if shared <= len(self.sequence.tokens):
+            return None
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        return self._turn(one[:shared], params, policy, whole=True)
+
+    def was_read(self) -> None:
+        """What :meth:`ahead` asked for is there: messages that begin so go on from it."""
+        self._said = self.token_ids
 
     def close(self) -> None:
         """Give the session's blocks back. A turn after that begins a new context, which takes the place of what is

@@ -311,11 +311,16 @@ def test_demo_shows_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr("rich.progress.Progress.add_task", lambda self, what, **given: shown.append((what, given)) or 0)
     monkeypatch.setattr("rich.progress.Progress.update", lambda self, bar, **given: shown.append(given))
     monkeypatch.setattr("rich.progress.Progress.remove_task", lambda self, bar: shown.append("done"))
+    monkeypatch.setattr("saccade.cli.progress.DELAY", 0.0)
+    monkeypatch.setattr("saccade.cli.progress.TICK", 0.005)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     code, _, _ = run(capsys, "demo", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
     assert code == 0
-    assert shown[0][0] == "streaming(window=64)"
-    assert 0 < shown[0][1]["completed"] < shown[0][1]["total"]
-    assert "done" in shown
+    bar = next(one for one in shown if one[0] == "streaming(window=64)")
+    assert bar[1]["said"].endswith(" tokens")
+    shares = [one["completed"] for one in shown if "completed" in one]
+    assert 0 <= min(shares) < max(shares) <= 1
+    assert any(" left" in one["said"] for one in shown if "completed" in one)
 
 
 @pytest.mark.parametrize(

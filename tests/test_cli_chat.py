@@ -18,6 +18,7 @@ from pexpect.fdpexpect import fdspawn
 from saccade import LLM, SamplingParams
 from saccade.cli.chat import talk
 from saccade.cli.conversation import Conversation
+from saccade.cli.inputs import Part
 from saccade.errors import PolicyError, RequestError
 from saccade.methods.policy import Policy
 
@@ -86,6 +87,87 @@ def test_a_document_goes_before_the_next_message_and_stays(conversation, notes, 
     assert said(conversation, ASK) != " 7391-XKQ"
 
 
+def test_a_document_is_read_while_the_user_types(llm, notes, tmp_path):
+    """What was read so is not computed again, and the answer is what it is without; so with two documents, and sparse
+    prefills. Methods that evict wait for the question."""
+    files = [tmp_path / name for name in ("one.txt", "two.txt")]
+    for file, text in zip(files, ("it rains in spring. " * 15, f"{'wind and weather. ' * 5}{FACT}")):
+        file.write_text(text, encoding="utf-8")
+    for policy in ("dense", "a_shape(window=64)+lfps"):
+        cached = []
+        for ahead in (True, False):
+            talked = Conversation(llm, Policy.parse(policy), PARAMS, notes.append, ahead=ahead)
+            for file in files:
+                talked.load(file)
+            for one in talked._ahead:
+                one.wait()
+            assert talked.reading() == ""
+            assert said(talked, ASK) == " 7391-XKQ"
+            assert "7391-XK" in said(talked, ASK)
+            talked.command("/reset")
+            talked.load(files[1])
+            assert said(talked, ASK) == " 7391-XKQ"
+            cached.append(talked.last.report["cached_tokens"])
+            talked.end()
+            talked.session.close()
+        assert cached[1] == 0 < cached[0]
+    talked = Conversation(llm, Policy.parse("snapkv"), PARAMS, notes.append, ahead=True)
+    talked.load(files[1])
+    assert "it is read with your message, for 'snapkv' keeps what that asks about" in notes
+    talked.session.close()
+
+
+def test_reading_can_be_given_up(llm, notes, tmp_path):
+    (tmp_path / "fact.txt").write_text(FACT, encoding="utf-8")
+    talked = Conversation(llm, Policy.parse("dense"), PARAMS, notes.append, ahead=True)
+    talked.load(tmp_path / "fact.txt")
+    for one in talked._ahead:
+        one.stop()
+    assert said(talked, ASK) == " 7391-XKQ"
+    talked.load(tmp_path / "fact.txt")
+    talked.command("/reset")
+    assert llm.pool.used_blocks == 0
+    talked.session.close()
+
+
+def test_a_document_that_is_much_too_long_is_refused_at_once_or_read_in_part(conversation, tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text(FACT + " and so on" * 200_000, encoding="utf-8")
+    with pytest.raises(RequestError, match=r"about 2,000,0\d\d tokens \(1.9 MiB\).*room for 1,024.*--last 512"):
+        conversation.load(file)
+    with pytest.raises(RequestError, match="--last 0 must be"):
+        Part(last=0)
+    assert (
+        Part(first=30, last=10).of(FACT + "x" * 99, conversation.llm.tokenizer)
+        == FACT[:30] + "\n\n[...]\n\n" + "x" * 10
+    )
+    assert Part(first=30, last=200).of(FACT, conversation.llm.tokenizer) == FACT
+    conversation.load(file, Part(first=len(FACT)))
+    assert said(conversation, ASK) == " 7391-XKQ"
+
+
+def test_an_answer_that_is_stopped_or_cut_stays_said(conversation, capsys, llm):
+    """Its keys and values too: the next turn goes on from them."""
+    endless = ("round and round we go, " * 10).strip()
+    conversation.params = replace(PARAMS, max_tokens=500)
+    assert not conversation.session.stop()
+    seen = ""
+    for step in conversation.say(endless):
+        seen += step.new_text
+        if len(seen) > 30:
+            assert conversation.session.stop() or step.finished
+    assert 30 < len(seen) < 400
+    assert conversation.session.messages[-1] == {"role": "assistant", "content": seen}
+    stored = conversation.session.token_ids
+    assert llm.tokenizer.decode(stored).endswith(seen)
+    said(conversation, "and more")
+    assert conversation.session.token_ids[: len(stored) - len(seen)] == stored[: -len(seen)]
+    conversation.params = replace(PARAMS, max_tokens=5)
+    lines = iter([endless, None])
+    talk(conversation, lambda: next(lines), "a model")
+    assert "cut after 5 tokens; -n allows more, and 'go on' has it continued" in capsys.readouterr().err
+
+
 def test_streamed_turns_equal_whole_ones(conversation, llm):
     with llm.session() as whole:
         for text in (FACT, ASK, "and more"):
@@ -108,7 +190,7 @@ def test_the_oldest_turns_go_when_the_context_is_full_and_documents_stay(convers
     assert kept[1:] == texts[-(len(kept) - 1) :]
     assert any("the context is full: the oldest 1 of the turns were dropped" in note for note in notes)
     assert "7391-XK" in said(conversation, ASK)
-    with pytest.raises(RequestError, match="the context has room for 1024"):
+    with pytest.raises(RequestError, match="the context has room for 1,024"):
         said(conversation, "x" * 1200)
     assert conversation.session.messages[0]["content"] == kept[0]
 
@@ -222,10 +304,12 @@ def test_at_a_terminal(tmp_path):
         child.send("round and round we go, and\r")
         child.expect("round and round we go, and round and round we go")
         child.send("\x03")
-        child.expect("stopped; this turn is forgotten")
+        child.expect("stopped; what was said stays")
         child.expect(PROMPT)
         child.send("/report\r")
-        child.expect("nothing was answered yet")
+        child.expect(r"tokens before the answer, [\d,]+ of them .* kept from before")  # read while nothing was typed
+        child.expect(PROMPT)
+        child.send("/reset\r")
         child.expect(PROMPT)
         child.send(f"/load {fact}\r")
         child.expect("they go before your next message")

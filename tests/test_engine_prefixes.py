@@ -85,6 +85,22 @@ def test_a_sparse_prefill_shares_whole_chunks_and_a_dense_one_whole_blocks(shari
         assert cached(sharing.generate(ids + question(0), GREEDY, policy=policy)[0]) == shared
 
 
+def test_a_sparse_prefill_of_less_than_a_chunk_says_why_it_shares_nothing(sharing):
+    for policy in ("dense", "streaming(sinks=2, window=40)"):
+        for _ in range(2):
+            output = sharing.generate(DOCUMENT[: CHUNK - 10], GREEDY, policy=policy)[0]
+        said = [note for note in output.report["notes"] if note.startswith("prefix cache: ")]
+        assert cached(output) == (0 if said else 32)
+        assert said == (
+            []
+            if policy == "dense"
+            else [
+                "prefix cache: 'streaming' chooses for 64 tokens of a prompt at once and shares no fewer; this prompt "
+                "has 54. A smaller prefill_chunk shares more"
+            ]
+        )
+
+
 def test_the_whole_prompt_again_computes_what_a_decode_method_wants_to_see(sharing, llm):
     """The last row at least; and the last queries where a method begins with them."""
     ids = random_ids(4 * CHUNK, seed=3)

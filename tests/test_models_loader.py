@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saccade.errors import ModelError, RequestError
-from saccade.models import LayerAttention, Segment, load_model
+from saccade.models import LayerAttention, Segment, attention, load_model
 from saccade.models.attention import MissingContextError, layer_attention, register, saccade_attention
 
 
@@ -210,7 +210,8 @@ def test_masks_are_refused():
         call(saccade=Recorder(), mask=torch.ones(3, 3))
 
 
-def test_running_outside_the_layer_loop_is_a_clear_error(llama):
+def test_running_outside_the_layer_loop_is_a_clear_error(llama, monkeypatch):
+    monkeypatch.setattr(attention, "_outside", [])  # as before saccade.transformers is imported
     model = modules_of(llama)
     with pytest.raises(MissingContextError, match=r"HFRunner\.run"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)

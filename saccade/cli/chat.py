@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.options import POLICY, load_model, takes_engine
+from saccade.cli.options import FIRST, LAST, POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
 from saccade.cli.sessions import held, older_file, path_of
 from saccade.cli.streaming import hint, show_stream
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from saccade.engine.params import SamplingParams
 
 
-@takes_sampling(max_tokens=256)
+@takes_sampling(max_tokens=2048)
 @takes_engine()
 def chat(
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", "-f", help="UTF-8 text to talk about, read before the first message."),
+        typer.Option("--prompt-file", "-f", help="Text or PDF to talk about, read before the first message."),
     ] = None,
     policy: Annotated[str | None, POLICY] = None,
+    first: Annotated[int | None, FIRST] = None,
+    last: Annotated[int | None, LAST] = None,
     session: Annotated[
         str | None,
         typer.Option(help="Keep the conversation under this name: go on from it, and save it behind every answer."),
@@ -41,10 +43,11 @@ def chat(
 ) -> None:
     """Talk in turns; keys and values are kept, so a turn computes only what it adds.
 
-    Commands: /load, /policy, /report, /reset, /help, /quit. Ctrl-C stops an answer, Ctrl-D ends. At a terminal
-    Alt-Enter begins a new line, and what is pasted may have many.
+    Commands: /load, /policy, /report, /reset, /help, /quit. Ctrl-C stops an answer, which stands as far as it came,
+    Ctrl-D ends. At a terminal a document is read while one types, Alt-Enter begins a new line, and what is pasted may
+    have many.
     """
-    from saccade.cli.conversation import Conversation
+    from saccade.cli.conversation import Conversation, Part
     from saccade.methods.policy import Policy
 
     chosen = None if policy is None else Policy.parse(policy)
@@ -54,16 +57,16 @@ def chat(
     with nullcontext() if path is None else held(path):
         llm, model = load_model(config), str(config.model)
         older = None if path is None else older_file(path)
-        conversation = Conversation(llm, chosen, params, _note, session, older)
-        if prompt_file is not None:
-            conversation.load(prompt_file)
         at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        read = terminal_reader(list(conversation.commands)) if at_terminal else _read_line
+        conversation = Conversation(llm, chosen, params, _note, session, older, ahead=at_terminal)
+        if prompt_file is not None:
+            conversation.load(prompt_file, Part(first, last))
+        read = terminal_reader(list(conversation.commands), conversation.reading) if at_terminal else _read_line
         if at_terminal:
             under = conversation.policy.text
             _note(f"{model} under {under}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
         talk(conversation, read, model)
-        conversation.saved()
+        conversation.end()
         llm.close()
         if older is not None and conversation.is_saved:
             older.unlink(missing_ok=True)
@@ -87,9 +90,16 @@ def talk(conversation: Conversation, read: Callable[[], str | None], model: str)
                 if not conversation.command(line):
                     return
                 continue
-            outcome = show_stream(conversation.say(line.removeprefix("/") if line.startswith("//") else line))
+            said = line.removeprefix("/") if line.startswith("//") else line
+            stopper = Stopper(conversation)
+            outcome = show_stream(conversation.llm, conversation.say(said), stop=stopper)
             if outcome.error is not None:
                 print(f"saccade: error: the turn failed: {outcome.error}", file=sys.stderr)
+            elif stopper.stopped:
+                _note("stopped; what was said stays")
+            elif outcome.finish_reason == "length":
+                cut = f"the answer was cut after {outcome.report['output_tokens']:,} tokens"
+                _note(f"{cut}; -n allows more, and 'go on' has it continued")
             elif not hinted:
                 hinted = hint(model, outcome.text)
         except KeyboardInterrupt:
@@ -99,9 +109,20 @@ def talk(conversation: Conversation, read: Callable[[], str | None], model: str)
             print(f"saccade: error: {error}", file=sys.stderr)
 
 
-def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
+class Stopper:
+    """Ends an answer at the user's wish."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation, self.stopped = conversation, False
+
+    def __call__(self) -> bool:
+        self.stopped = self.conversation.session.stop()
+        return self.stopped
+
+
+def terminal_reader(commands: list[str], reading: Callable[[], str] = str) -> Callable[[], str | None]:
     """Reads messages with line editing, history and completion of commands. Enter sends; Alt-Enter, and line breaks of
-    what is pasted, do not."""
+    what is pasted, do not. Above stands what ``reading`` says, as long as it says anything."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -116,9 +137,13 @@ def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
     def _break(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    def message() -> str:
+        said = reading()
+        return f"{said}\n> " if said else "> "
+
     completer = WordCompleter([f"/{name}" for name in (*commands, "quit")], sentence=True)
     session: PromptSession[str] = PromptSession(
-        "> ",
+        message,
         multiline=True,
         key_bindings=keys,
         completer=completer,
@@ -128,7 +153,7 @@ def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
 
     def read() -> str | None:
         try:
-            return session.prompt()
+            return session.prompt(refresh_interval=0.5 if reading() else 0)
         except EOFError:
             return None
 

@@ -7,19 +7,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.cli.inputs import read_text
+from saccade.cli.ahead import Ahead
+from saccade.cli.inputs import WHOLE, Part, has_room, read_text, refuse_too_long, room_of
 from saccade.errors import RequestError
 from saccade.machine import show_bytes
 from saccade.methods.policy import Policy
 
 if TYPE_CHECKING:
-    from saccade.engine.messages import RequestOutcome, StepOutput
+    from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
     from saccade.engine.params import SamplingParams
     from saccade.llm import LLM
 
 PINNED = "document"  # marks messages that hold documents: these are dropped by /reset alone
 HELP = """\
-/load FILE    read a UTF-8 text; it goes before your next message and stays until /reset
+/load FILE    read a text or a PDF; it goes before your next message and stays until /reset
 /policy TEXT  answer under another policy from now on; without TEXT, say which one holds
 /report       what the last answer really read, and what it cost
 /reset        forget everything said and loaded
@@ -33,6 +34,7 @@ class Conversation:
 
     With ``name`` it goes on from what the model's ``session_dir`` holds under it, and is saved there behind every
     answer; ``policy`` None is then the saved one's, else dense. ``older``: a file of an earlier version to go on from.
+    ``ahead``: documents are read while the user types.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Conversation:
         note: Callable[[str], None],
         name: str | None = None,
         older: Path | None = None,
+        ahead: bool = False,
     ) -> None:
         if not llm.tokenizer.has_chat_template:
             raise RequestError("this model has no chat template; saccade generate completes plain prompts with it")
@@ -63,6 +66,7 @@ class Conversation:
             )
         self.policy = self.session.policy
         self.documents: list[str] = []  # that go with the next message
+        self._reads_ahead, self._ahead = ahead, list[Ahead]()
         self._told: str | None = None  # of what could not be saved
         self.last: RequestOutcome | None = None
         self.commands: dict[str, Callable[[str], None]] = {
@@ -99,6 +103,7 @@ class Conversation:
         turn: dict[str, Any] = {"role": "user", "content": "\n\n".join([*self.documents, text])}
         if self.documents:
             turn[PINNED] = True
+        self._await_documents()
         dropped = self.make_room(turn)
         if dropped:
             self.note(f"the context is full: the oldest {dropped} of the turns were dropped")
@@ -130,7 +135,7 @@ class Conversation:
         """Drop the oldest turns without documents until ``turn`` and its answer fit; returns how many. RequestError
         where what cannot be dropped is too long."""
         messages = self.session.messages
-        room = min(self.llm.max_model_len, self.llm.engine.checks.most_tokens)
+        room = room_of(self.llm)
         answer = min(self.params.max_tokens or room, max(1, room // 4))
         dropped = 0
         while (length := self._length([*messages, turn])) + answer > room:
@@ -138,7 +143,7 @@ class Conversation:
             if oldest is None:
                 if length >= room:
                     raise RequestError(
-                        f"the message and its documents have {length} tokens, but the context has room for {room}; "
+                        f"the message and its documents have {length:,} tokens, but {has_room(self.llm)}; "
                         "shorten them, or forget documents with /reset"
                     )
                 break
@@ -146,14 +151,53 @@ class Conversation:
             dropped += 1
         return dropped
 
-    def load(self, path: Path) -> None:
-        """Read a document for the next message."""
+    def load(self, path: Path, part: Part = WHOLE) -> None:
+        """Read a document, or a part of it, for the next message. RequestError, at once, for one that is too long."""
         text = read_text(path)
         if not text.strip():
             raise RequestError(f"{path} is empty; give a document with some text")
-        self.documents.append(text.removesuffix("\n"))
+        text = part.of(text, self.llm.tokenizer)
+        refuse_too_long(text, str(path), self.llm)
         count = len(self.llm.tokenizer.encode(text, add_special_tokens=False))
+        self.documents.append(text.removesuffix("\n"))
+        try:
+            self.make_room({"role": "user", "content": "\n\n".join(self.documents)})
+        except RequestError:
+            self.documents.pop()
+            raise
         self.note(f"{path}: {count:,} tokens; they go before your next message")
+        if self._reads_ahead:
+            self._read_ahead()
+
+    def reading(self) -> str:
+        """How far documents are read that are read while the user types; nothing where none is."""
+        return next((said for one in self._ahead if (said := one.said())), "")
+
+    def end(self) -> None:
+        """Give up what is read, and tell what could not be saved."""
+        for one in self._ahead:
+            one.stop()
+        self.saved()
+
+    def _read_ahead(self) -> None:
+        if self.policy.decode.evicts:
+            self.note(f"it is read with your message, for '{self.policy.decode.text}' keeps what that asks about")
+            return
+        before, session, policy = list(self._ahead), self.session, self.policy
+        beginning = "\n\n".join(self.documents)
+
+        def request() -> AddRequest | None:
+            for one in before:
+                one.wait()
+            return session.ahead(beginning, policy)
+
+        self._ahead = [*(one for one in before if not one.over), Ahead(self.llm, request, session.was_read)]
+
+    def _await_documents(self) -> None:
+        """Until they are read, where that has begun."""
+        for one in self._ahead:
+            one.wait()
+        self._ahead = []
 
     def _length(self, messages: list[dict[str, Any]]) -> int:
         return len(self.llm.tokenizer.apply_chat_template(messages))
@@ -169,6 +213,8 @@ class Conversation:
         self.note(f"policy: {self.policy.text}")
 
     def _reset(self, _: str) -> None:
+        for one in self._ahead:
+            one.stop()
         self.session.close()
         if self.name is not None and self.llm.sessions is not None:
             self.llm.sessions.forget(self.name)

@@ -179,12 +179,10 @@ def _run(llm: LLM, policy: str, asked: Sequence[Ask]) -> Row:
 
     reports, correct = [], 0
     began = time.perf_counter()
-    with llm.session(policy) as session, reading(policy) as show:
+    with llm.session(policy) as session, reading(llm, policy):
         for one in asked:
             for step in one.put(session, SamplingParams(temperature=0.0, **one.params)):
-                begun = bool(step.new_tokens or step.finished)
-                show(step.prefill_total if begun else step.prefilled, step.prefill_total)
-            outcome = step.outcome
+                outcome = step.outcome
             assert outcome is not None, "a stream ends with an outcome"
             if outcome.error is not None:
                 raise RequestError(f"'{policy}' could not answer: {outcome.error}")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.inputs import gather_prompt, write_json
-from saccade.cli.options import POLICY, load_model, takes_engine
+from saccade.cli.inputs import Part, gather, refuse_too_long, write_json
+from saccade.cli.options import FIRST, LAST, POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
 from saccade.cli.streaming import as_dict, hint, show_stream, summary
 from saccade.errors import RequestError
@@ -28,9 +28,11 @@ def generate(
         str | None, typer.Argument(help="The prompt; after --prompt-file, what follows the document.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", help="UTF-8 text file; - is standard input.")
+        Path | None, typer.Option("--prompt-file", "-f", help="Text or PDF; - is standard input.")
     ] = None,
     policy: Annotated[str, POLICY] = "dense",
+    first: Annotated[int | None, FIRST] = None,
+    last: Annotated[int | None, LAST] = None,
     report: Annotated[Path | None, typer.Option(help="Write what was really done to this JSON file.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it stands, without the model's chat template.")
@@ -47,14 +49,20 @@ def generate(
     saccade generate -f book.txt "The password is" --policy "flexprefill+psa"
     cat book.txt | saccade generate "The password is"
     """
-    text = gather_prompt(prompt, prompt_file)
+    document, asked_after = gather(prompt, prompt_file)
+    part = Part(first, last)
     check_writable(report)
     from saccade.methods.policy import Policy
 
     chosen = Policy.parse(policy)
     llm = load_model(config, quiet=quiet)
+    if document is not None:
+        document = part.of(document, llm.tokenizer)
+        refuse_too_long(document, "the document", llm)
+    text = "\n".join(one for one in (document, asked_after) if one is not None)
     asked = not raw and llm.tokenizer.has_chat_template
-    outcome = show_stream(llm.stream(_message(llm, text) if asked else text, params, policy=chosen), quiet)
+    steps = llm.stream(_message(llm, text) if asked else text, params, policy=chosen)
+    outcome = show_stream(llm, steps, quiet)
     if report is not None:
         write_json(report, {"model": config.model, "chat_template": asked, "text": outcome.text, **as_dict(outcome)})
     if not quiet:

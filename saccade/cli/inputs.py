@@ -7,43 +7,103 @@ import os
 import select
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from saccade.cli.documents import text_of
 from saccade.errors import RequestError, shown
 from saccade.files import write_text
+from saccade.machine import show_bytes
 
+if TYPE_CHECKING:
+    from saccade.llm import LLM
+
+SAMPLE = 20_000  # characters whose tokens stand for all of a long text's
 WAIT = 2.0  # seconds before a silent standard input is mentioned
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file's text (a byte-order mark is dropped). RequestError for anything that is not one."""
+    """A document's text (see cli.documents). RequestError for what has none."""
     try:
         if not path.exists():
             raise RequestError(f"prompt file {path} does not exist")
         if path.is_dir():
             raise RequestError(f"prompt file {path} is a folder; give a text file")
-        return decode(path.read_bytes(), str(path))
+        return text_of(path.read_bytes(), str(path))
     except OSError as error:
         raise RequestError(f"prompt file {shown(str(path))} cannot be read: {error.strerror}") from error
 
 
-def decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
+@dataclass(frozen=True)
+class Part:
+    """The ``first`` or ``last`` tokens of a document, or both ends; all of it where neither is given."""
+
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"--{name} {value} must be a number of tokens, at least 1")
+
+    def of(self, text: str, tokenizer: Any) -> str:
+        """That part of ``text``."""
+        if self.first is None and self.last is None:
+            return text
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= (self.first or 0) + (self.last or 0):
+            return text
+        ends = [ids[: self.first] if self.first else [], ids[-self.last :] if self.last else []]
+        return "\n\n[...]\n\n".join(tokenizer.decode(one).strip("\ufffd") for one in ends if one)
+
+
+WHOLE = Part()
+
+
+def room_of(llm: LLM) -> int:
+    """Tokens of a context."""
+    return min(llm.max_model_len, llm.engine.checks.most_tokens)
+
+
+def has_room(llm: LLM) -> str:
+    """How much room there is, and how to have more."""
+    room, most = room_of(llm), llm.model.spec.max_position
+    if room < llm.max_model_len:
+        more = "--kv-memory gives more, and --kv-disk FOLDER:SIZE puts keys on a disk"
+    else:
+        more = "the model reads no more" if room == most else f"--max-model-len gives up to {most:,}"
+    return f"the context has room for {room:,} ({more})"
+
+
+def refuse_too_long(text: str, name: str, llm: LLM) -> None:
+    """RequestError, by an estimate, for a text that is much too long: to count its tokens takes time."""
+    room, about = room_of(llm), tokens_about(text, llm.tokenizer)
+    if about > 1.2 * room:
         raise RequestError(
-            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}; "
-            f"convert it first, for example with iconv -f latin1 -t utf-8"
-        ) from error
+            f"{name} has about {about:,} tokens ({show_bytes(len(text.encode()))}), and {has_room(llm)}; "
+            f"--last {room // 2} or --first {room // 2} takes a part of it"
+        )
+
+
+def tokens_about(text: str, tokenizer: Any) -> int:
+    """How many tokens a text has, by a part of its middle where it is long."""
+    if len(text) <= 2 * SAMPLE:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+    at = (len(text) - SAMPLE) // 2
+    return len(tokenizer.encode(text[at : at + SAMPLE], add_special_tokens=False)) * len(text) // SAMPLE
 
 
 def gather_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from an argument, a document (a file, or what is piped in), or a document followed by an argument.
+    """The prompt from an argument, a document (a file, or what is piped in), or a document followed by an argument,
+    with a line break in between."""
+    return "\n".join(part for part in gather(prompt, file) if part is not None)
 
-    A document's last line break is dropped, as editors add it; between a document and an argument one is put back.
-    RequestError for an empty document: whoever gave one meant it to be read.
-    """
+
+def gather(prompt: str | None, file: Path | None) -> tuple[str | None, str | None]:
+    """A document, and what follows it; one of them may be None. A document's last line break is dropped, as editors add
+    it. RequestError for an empty document: whoever gave one meant it to be read."""
     name, document = "", None
     if file is not None and str(file) != "-":
         name, document = f"prompt file {file}", read_text(file)
@@ -52,16 +112,11 @@ def gather_prompt(prompt: str | None, file: Path | None) -> str:
             raise RequestError("no prompt: give it as an argument, with --prompt-file FILE, or on standard input")
         name, document = "standard input", _standard_input()
         prompt = None if prompt == "-" and file is None else prompt
-    if document is None:
-        text = prompt or ""
-    elif not document.strip():
+    if document is not None and not document.strip():
         raise RequestError(f"{name} is empty; give a document with some text, or leave it away")
-    else:
-        document = document.removesuffix("\n")
-        text = document if prompt is None else f"{document}\n{prompt}"
-    if not text:
+    if document is None and not prompt:
         raise RequestError("the prompt is empty; give some text")
-    return text
+    return None if document is None else document.removesuffix("\n"), prompt
 
 
 def piped() -> bool:
@@ -77,7 +132,7 @@ def _standard_input() -> str:
     """All of standard input; says so where nothing comes, as a pipe that nobody closes would wait for ever."""
     if piped() and not select.select([sys.stdin], [], [], WAIT)[0]:
         print("saccade: note: reading standard input, where nothing came yet; </dev/null stops that", file=sys.stderr)
-    return decode(sys.stdin.buffer.read(), "standard input")
+    return text_of(sys.stdin.buffer.read(), "standard input")
 
 
 def write_json(path: Path, data: Any) -> None:

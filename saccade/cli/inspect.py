@@ -76,10 +76,8 @@ def inspect(
         return
     from saccade.eval.inspect import inspect as draw_maps
 
-    with reading("watching") as show:
-        paths, seen = draw_maps(
-            llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels, progress=show
-        )
+    with reading(llm, "watching"):
+        paths, seen = draw_maps(llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels)
     _print(seen)
     for path in paths:
         print(path)

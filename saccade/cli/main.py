@@ -12,21 +12,23 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, info, inspect, methods, serve, sessions
+from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, given, info, inspect, methods, serve
 from saccade.cli import eval as evaluation
+from saccade.cli import sessions as kept_sessions
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
 
 app = typer.Typer(
     name="saccade",
-    help="Long-context LLM inference with sparse attention in prefill and decode.",
+    help="Long-context LLM inference with sparse attention in prefill and decode. A command's options may also "
+    "stand in a YAML file (--config FILE) and in the environment (SACCADE_KV_MEMORY for --kv-memory).",
     no_args_is_help=True,
     context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
-app.command("sessions")(sessions.sessions)
+app.command("sessions")(kept_sessions.sessions)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("fetch")(fetch.fetch)
@@ -76,6 +78,8 @@ def main(args: list[str] | None = None) -> None:
     if not args or args[0] not in _known():
         _mount_bench()  # imports torch; the other commands need not wait for it
     try:
+        if given.wanted(args, os.environ):
+            args = given.expanded(args, typer.main.get_command(app), os.environ)
         code = app(args=args, standalone_mode=False, prog_name="saccade")
         sys.stdout.flush()  # here, and not at the interpreter's end: a full disk is an error like any other
     except SaccadeError as error:

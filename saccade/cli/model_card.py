@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli.inputs import decode, write_json
+from saccade.cli.documents import text_of
+from saccade.cli.inputs import write_json
 from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL, load_model
 from saccade.errors import RequestError, SaccadeError
 from saccade.files import write_text
@@ -73,7 +74,7 @@ def _causes(path: Path | None) -> dict[str, str]:
     if not path.is_file():
         raise RequestError(f"causes file {path} does not exist")
     try:
-        said = json.loads(decode(path.read_bytes(), str(path)))
+        said = json.loads(text_of(path.read_bytes(), str(path)))
     except json.JSONDecodeError as error:
         raise SaccadeError(f"causes file {path} is not JSON: {error}") from None
     if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from saccade.cli.model_names import check_name
+
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.llm import LLM
@@ -25,6 +27,8 @@ MODEL = typer.Option(
     help="Checkpoint folder, GGUF file, hub name (Qwen/Qwen3-8B, perhaps with @revision), what saccade fetch brought, "
     "retriever or reference.",
 )
+FIRST = typer.Option("--first", help="Read the document's first tokens alone, so many.")
+LAST = typer.Option("--last", help="Read the document's last tokens alone, so many.")
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa.")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 QUANTIZE = typer.Option(
@@ -85,6 +89,7 @@ def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
     """Gives a command with ``config: EngineConfig`` the options of a model and its engine; ``defaults`` of its own."""
 
     def make(given: dict[str, Any]) -> EngineConfig:
+        check_name(given["model"])
         from saccade.engine.config import EngineConfig
 
         return EngineConfig.of(**given)
@@ -125,15 +130,19 @@ def replaced(
 
 def load_model(config: EngineConfig | None = None, *, quiet: bool = False, **settings: Any) -> LLM:
     """A model of a config, or of some settings. Its ``threads`` become torch's too."""
-    import torch
+    from saccade.cli.progress import loading
 
-    from saccade.engine.config import EngineConfig
-    from saccade.llm import LLM
+    check_name(settings.get("model"))
+    with loading(str(settings.get("model") if config is None else config.model), quiet):
+        import torch
 
-    config = config or EngineConfig.of(**settings)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    llm = LLM(config=config)
+        from saccade.engine.config import EngineConfig
+        from saccade.llm import LLM
+
+        config = config or EngineConfig.of(**settings)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        llm = LLM(config=config)
     return llm if quiet else say_device(llm)
 
 

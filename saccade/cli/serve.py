@@ -64,11 +64,17 @@ def serve(
         bool, typer.Option("--session-shared", help="Other servers have that folder, too. Replicas of --ray always.")
     ] = False,
     tool_parser: Annotated[
-        str | None, typer.Option(help="How the model writes calls of tools: hermes, qwen3_coder or llama3_json.")
-    ] = None,
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: hermes, qwen3_coder, llama3_json, none, or as its template does."
+        ),
+    ] = "auto",
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="How the model marks its thoughts: qwen3, deepseek_r1 or granite.")
-    ] = None,
+        str,
+        typer.Option(
+            help="How the model marks its thoughts: qwen3, deepseek_r1, granite, none, or as its template does."
+        ),
+    ] = "auto",
     allow_control_tokens: Annotated[
         bool,
         typer.Option(
@@ -130,6 +136,7 @@ def serve(
     from saccade.server.policies import PolicyRules
     from saccade.server.run import serve as run
     from saccade.server.settings import ServerConfig
+    from saccade.server.template_formats import AUTO, NONE
 
     if new_key is not None:
         secret, table = make_key(new_key)
@@ -142,8 +149,8 @@ def serve(
         ("tool_parser", tool_parser, tools.FORMATS),
         ("reasoning_parser", reasoning_parser, reasoning.FORMATS),
     ):
-        if value is not None and value not in known:
-            raise SaccadeError(f"{name}={shown(value)} is unknown; known: {', '.join(known)}")
+        if value not in (AUTO, NONE, *known):
+            raise SaccadeError(f"{name}={shown(value)} is unknown; known: {', '.join((AUTO, NONE, *known))}")
     keys = KeyRing() if api_keys is None else KeyRing.load(api_keys)
     if secret := os.environ.get(KEY_VARIABLE, ""):
         keys = keys.with_secret(secret)

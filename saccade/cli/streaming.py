@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from saccade.cli.progress import reading
 
 if TYPE_CHECKING:
     from saccade.engine.messages import RequestOutcome, StepOutput
+    from saccade.llm import LLM
 
 
-def show_stream(steps: Iterator[StepOutput], quiet: bool = False) -> RequestOutcome:
-    """Print text as it comes, a progress bar on stderr while a long prompt is read; returns how it ended."""
+def show_stream(
+    llm: LLM, steps: Iterator[StepOutput], quiet: bool = False, stop: Callable[[], bool] | None = None
+) -> RequestOutcome:
+    """Print text as it comes, a progress bar on stderr while ``llm`` reads a long prompt; returns how it ended. Ctrl-C
+    calls ``stop``, which ends an answer that has begun and lets it stand, or says that it cannot; then, and the second
+    time, it interrupts."""
     outcome: RequestOutcome | None = None
-    with closing(steps), reading("reading", quiet) as show:  # type: ignore[type-var]
+    with _interrupts(stop), closing(steps), reading(llm, quiet=quiet) as read:  # type: ignore[type-var]
         for step in steps:
             outcome = step.outcome
-            begun = bool(step.new_tokens or step.finished)
-            show(step.prefill_total if begun else step.prefilled, step.prefill_total)
+            if step.new_tokens or step.finished:
+                read()
             if step.new_text:
                 sys.stdout.write(step.new_text)
                 sys.stdout.flush()
@@ -28,6 +36,27 @@ def show_stream(steps: Iterator[StepOutput], quiet: bool = False) -> RequestOutc
     sys.stdout.write("\n")
     sys.stdout.flush()
     return outcome
+
+
+@contextmanager
+def _interrupts(stop: Callable[[], bool] | None) -> Iterator[None]:
+    """Within the block Ctrl-C asks ``stop`` first, once."""
+    if stop is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or not stop():
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def as_dict(outcome: RequestOutcome) -> dict[str, Any]:
@@ -47,7 +76,8 @@ def summary(outcome: RequestOutcome) -> None:
                 f"{phase} {stats['tokens']} tokens by {stats['policy']}, {read}, "
                 f"{stats['seconds']:.2f} s ({stats['tokens_per_second'] or 0:.1f} tokens/s)"
             )
-    print(f"[{outcome.finish_reason}] " + "; ".join(parts), file=sys.stderr)
+    cut = "; the answer was cut: -n allows more" if outcome.finish_reason == "length" else ""
+    print(f"[{outcome.finish_reason}] " + "; ".join(parts) + cut, file=sys.stderr)
     for note in report["notes"]:
         print(f"saccade: note: {note}", file=sys.stderr)
 

@@ -28,6 +28,10 @@ class PromptLimits:
     most_tokens: int
     tier: str | None = None
 
+    @property
+    def _or_tier(self) -> str:
+        return "give kv_disk, a folder and its size ('~/kv:100GiB')" if self.tier is None else f"kv_{self.tier}"
+
     def check(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
         if not prompt:
@@ -49,7 +53,7 @@ class PromptLimits:
         if total + 1 > self.most_tokens:
             raise CapacityError(
                 f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                f"shorten it or raise kv_memory{f' or kv_{self.tier}' if self.tier else ''}"
+                f"shorten it or raise kv_memory or {self._or_tier}"
             )
 
 

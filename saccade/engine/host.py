@@ -61,13 +61,25 @@ class HostBackend:
         goes_on: bool = False,
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
+        frozen = frozen_rows(step.scheduled, self.setting.spec.layers, self.setting.watch.wants_all)
+        return HostPass(
+            self.runner, step, result, self.attend(step, memories, result, frozen), self.setting.watch.logits
+        )
+
+    def attend(
+        self,
+        step: StepInput,
+        memories: Mapping[int, SequenceMemory],
+        result: StepResult,
+        frozen: FrozenRows | None = None,
+    ) -> HostAttention:
+        """The attention of ``step``, whoever runs the layers; rows that are ``frozen`` are not to come."""
         rows = [
             RequestRows(one, memories[one.sequence_id], results_of(result.requests, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)
         ]
         setting = self.setting
         self.done()
-        frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
         hosted = self._hosting.gather(rows, frozen is None)
         attention = HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         gone = {id(one) for part in hosted for one in part.requests}
@@ -83,7 +95,7 @@ class HostBackend:
             left = [one for one in joined if id(one) not in attention.together]
             attention.resolved = resolved(setting, self.fixed, left, self._own_products) if left else {}
             attention.joined = JoinedRows(setting, self.fixed, held, self._own_products) if held else None
-        return HostPass(self.runner, step, result, attention, setting.watch.logits)
+        return attention
 
 
 @dataclass

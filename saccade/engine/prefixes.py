@@ -191,7 +191,13 @@ class PrefixCache:
             return 0
         if request.params.prompt_logprobs is not None or request.maps:
             return 0
-        return self._whole(first, first.stop - max(1, method.tail_rows))
+        whole, prefill = self._whole(first, first.stop - max(1, method.tail_rows)), first.policy.prefill
+        if not whole and not prefill.is_dense:
+            request.report.note(
+                f"prefix cache: '{prefill.name}' chooses for {self.chunk} tokens of a prompt at once and shares "
+                f"no fewer; this prompt has {first.stop}. A smaller prefill_chunk shares more"
+            )
+        return whole
 
     def _whole(self, span: Span, length: int) -> int:
         """The part of ``length`` tokens of a prefill that is shared whole."""

@@ -14,10 +14,12 @@ class Pulse:
     def __init__(self) -> None:
         self._since: float | None = None
         self._thread: int | None = None
+        self.beats = 0  # so far
 
     def beat(self) -> None:
         """Something is done, and the next is begun."""
         self._since, self._thread = time.monotonic(), threading.get_ident()
+        self.beats += 1
 
     def rest(self) -> None:
         """There is nothing to do."""

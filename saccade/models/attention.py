@@ -2,13 +2,13 @@
 
 transformers looks an attention implementation up by name and calls it from inside each attention layer, after RoPE:
 ``fn(module, q, k, v, mask, dropout=, scaling=, **extras)`` -> ``([batch, rows, heads, head_dim], None)``. Ours is
-registered as ``"saccade"``. It is deliberately absent from the mask registry: no mask is ever built, so whatever a
-model wants to say with a mask has to arrive here as a keyword. An extra we do not know is therefore an error.
+registered as ``"saccade"``. Our loop has no mask built, so whatever a model wants to say with a mask has to arrive here
+as a keyword. An extra we do not know is therefore an error.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -19,11 +19,37 @@ from saccade.models.interface import AttentionContext, LayerAttention
 ATTENTION_NAME = "saccade"
 
 # Keywords that transformers' layers pass along and that say nothing about which keys a row may read.
-_INERT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "output_router_logits"})
+_INERT = frozenset(
+    {
+        "assistant_tokenizer",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "tokenizer",
+        "use_cache",
+    }
+)
 
 
 class MissingContextError(RuntimeError):
     """A layer ran outside our layer loop: a programming error, not bad input."""
+
+
+class Outside(Protocol):
+    """Serves layers that run in transformers' own loop."""
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention
+    ) -> Tensor:
+        """``q`` [batch, heads, rows, head_dim] over ``k``, ``v``, as a cache's ``update`` returned them; ``mask`` as
+        the mask function of our name made it -> [batch, rows, heads, head_dim]."""
+        ...
+
+
+_outside: list[Outside] = []  # saccade.transformers', once it is imported
 
 
 def layer_attention(module: nn.Module, scaling: float | None, extras: dict[str, Any], head_dim: int) -> LayerAttention:
@@ -62,12 +88,16 @@ def saccade_attention(
 ) -> tuple[Tensor, None]:
     """Attend through ``saccade``, the context our layer loop passes; returns ``([1, rows, heads, head_dim], None)``.
 
-    MissingContextError without one; ModelError for a mask or a keyword that carries meaning we do not implement.
+    Without one, what ``serve_outside`` was given serves, or a MissingContextError says so. ModelError for a mask or a
+    keyword that carries meaning we do not implement.
     """
+    if saccade is None and _outside:
+        spec = layer_attention(module, scaling, extras, query.shape[-1])
+        return _outside[0](module, query, key, value, attention_mask, spec), None
     if saccade is None:
         raise MissingContextError(
-            "this model was loaded for saccade's layer loop; run it through HFRunner.run, not model.forward or "
-            "model.generate"
+            "attn_implementation='saccade' needs `import saccade.transformers` before the model runs in transformers' "
+            "own loop (docs/transformers.md); saccade's engine runs it through HFRunner.run"
         )
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passed an attention mask; masks are not supported")
@@ -82,3 +112,9 @@ def saccade_attention(
 def register() -> None:
     """Make ``attn_implementation="saccade"`` known to transformers. Safe to call more than once."""
     AttentionInterface.register(ATTENTION_NAME, saccade_attention)
+
+
+def serve_outside(serves: Outside) -> None:
+    """Register our name, and have ``serves`` serve layers that come without the engine's context."""
+    register()
+    _outside[:] = [serves]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
 from saccade.server.settings import ServerConfig
+from saccade.server.template_formats import chosen, reasoning_parser_of, tool_parser_of
 from saccade.server.tracing import Tracing
 from saccade.server.weight import weight
 
@@ -64,6 +66,12 @@ class Serving:
     """One model behind one server."""
 
     def __init__(self, engine: EngineFace, config: ServerConfig) -> None:
+        template = str(getattr(engine.tokenizer.hf, "chat_template", None) or "")
+        config = replace(
+            config,
+            tool_parser=chosen(config.tool_parser, tool_parser_of(template)),
+            reasoning_parser=chosen(config.reasoning_parser, reasoning_parser_of(template)),
+        )
         self.engine, self.config = engine, config
         about = self.about = engine.about
         self.tokenizer = engine.tokenizer

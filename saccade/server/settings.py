@@ -32,7 +32,8 @@ class ServerConfig:
     pages may ask, none by default. ``log_prompts``: write prompts and answers to the log, for debugging alone.
     ``allow_control_tokens``: what reads like a control token in messages is one, where a request does not say.
     ``selection_maps``: most tokens of a prompt whose selection map may be asked for, 0 for none.
-    ``otlp_traces_endpoint``: where spans are sent to.
+    ``otlp_traces_endpoint``: where spans are sent to. ``tool_parser``, ``reasoning_parser``: names of formats; None, or
+    ``none``, for none, and ``auto`` for those of the model's template.
     """
 
     host: str = "127.0.0.1"

@@ -1,0 +1,82 @@
+"""What kind of file a document is, known by its first bytes, and its text where that can be read."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from saccade.errors import RequestError, shown
+
+EXTRA = "pip install 'saccade-llm[documents]'"
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_OTHERS = (  # first bytes, what it is, and what makes text of it
+    (b"PK\x03\x04", "a zip archive, as Word and EPUB files are", "pandoc FILE -t plain -o book.txt"),
+    (b"\xd0\xcf\x11\xe0", "an old Office file", "soffice --headless --convert-to txt FILE"),
+    (b"{\\rtf", "an RTF file", "pandoc FILE -t plain -o book.txt"),
+    (b"\x1f\x8b", "compressed by gzip", "gunzip FILE"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "zstd -d FILE"),
+    (b"\x89PNG", "a picture", "tesseract FILE book"),
+    (b"\xff\xd8\xff", "a picture", "tesseract FILE book"),
+)
+_HTML = (b"<!doctype html", b"<html", b"<?xml")
+
+
+def text_of(data: bytes, name: str) -> str:
+    """The text of a file's bytes: UTF-8, UTF-16 (with its mark, or letters of every other byte), or a PDF's.
+    RequestError, with the tool that makes text of it, for other kinds."""
+    if data.startswith(b"%PDF-"):
+        return _pdf(data, name)
+    start = data[:1024].lstrip().lower()
+    if start.startswith(_HTML) and b"<html" in data[:4096].lower():
+        raise _unread(name, "an HTML page", "pandoc FILE -t plain -o book.txt")
+    for first, kind, tool in _OTHERS:
+        if data.startswith(first):
+            raise _unread(name, kind, tool)
+    encoding = next((one for mark, one in _MARKS.items() if data.startswith(mark)), None) or _pairs(data) or "utf-8"
+    try:
+        return data.decode(encoding).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name} is not {encoding.removesuffix('-sig').upper()} text: byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}; find out its encoding (file -i FILE guesses), then iconv -f ENCODING -t utf-8 FILE"
+        ) from error
+
+
+def _pairs(data: bytes) -> str | None:
+    """UTF-16 without its mark: in most scripts of Europe every other byte is 0."""
+    even, odd = data[:2000:2], data[1:2000:2]
+    if len(odd) < 2:
+        return None
+    if odd.count(0) > 0.7 * len(odd) and not even.count(0):
+        return "utf-16-le"
+    return "utf-16-be" if even.count(0) > 0.7 * len(even) and not odd.count(0) else None
+
+
+def _pdf(data: bytes, name: str) -> str:
+    try:
+        import pypdf
+    except ImportError:
+        raise RequestError(
+            f"{name} is a PDF; to have it read: {EXTRA}, or make text of it: pdftotext FILE book.txt"
+        ) from None
+    import io
+
+    try:
+        pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(data)).pages]
+    except Exception as error:  # pypdf raises many kinds for what is damaged, and for passwords
+        raise RequestError(
+            f"{name} is a PDF that cannot be read ({type(error).__name__}: {shown(str(error))}); "
+            "pdftotext FILE book.txt may do so"
+        ) from error
+    text = "\n\n".join(page.strip() for page in pages).strip()
+    if not text:
+        raise RequestError(
+            f"{name} is a PDF of {len(pages)} pages without text, scanned perhaps; ocrmypdf FILE read.pdf puts "
+            "text into it"
+        )
+    return text + "\n"
+
+
+def _unread(name: str, kind: str, tool: str) -> RequestError:
+    file = Path(name.removeprefix("prompt file ")).name or "FILE"
+    return RequestError(f"{name} is {kind}, and text is read alone; make text of it: {tool.replace('FILE', file)}")

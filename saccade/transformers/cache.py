@@ -1,0 +1,291 @@
+"""A transformers cache whose keys and values lie in saccade's KV pool, where its kernels and methods read them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from saccade.engine.core import new_request_id
+from saccade.engine.memories import Memories
+from saccade.engine.report import Report
+from saccade.engine.sequence import new_sequence_id
+from saccade.errors import SaccadeError
+from saccade.methods.policy import Policy, PolicyLike
+from saccade.models.interface import LayerAttention
+from saccade.transformers.rows import Pass, Places, Row
+from saccade.transformers.runtime import Runtime, runtime_of, text_config, usable
+
+
+class _Given(threading.local):
+    """What the last ``update`` of this thread took in: attention follows it at once."""
+
+    last: tuple[SaccadeCache, int, Tensor] | None = None
+
+
+_given = _Given()
+
+
+class SaccadeCache(Cache):
+    """The keys, values and method states of a batch of sequences that ``model`` reads under ``policy`` (the model's own
+    by default). ``generate`` makes one by itself; give one as ``past_key_values`` to a loop of your own.
+
+    Padding is not stored, so lengths here count columns, as transformers does. PolicyError for a policy that
+    transformers' loop cannot run; CapacityError where the pool has no room.
+    """
+
+    def __init__(self, model: nn.Module, policy: PolicyLike = None) -> None:
+        self._begin(runtime_of(text_config(model)), policy)
+
+    @classmethod
+    def _of(cls, runtime: Runtime) -> SaccadeCache:
+        """One of the model's own policy."""
+        made = cls.__new__(cls)
+        made._begin(runtime, None)
+        return made
+
+    def _begin(self, runtime: Runtime, policy: PolicyLike) -> None:
+        super().__init__(layers=[])
+        self.runtime = runtime
+        self.policy = runtime.policy if policy is None else usable(Policy.parse(policy))
+        self._rows: list[Row] = []
+        self._columns = 0
+        self._mask: Tensor | None = None  # bool [batch, columns] on the host; None: no column is padding
+        self._prompt: tuple[int, Tensor | None] | None = None  # columns and mask of one that comes in chunks
+        self._pass: Pass | None = None
+        self._broken: str | None = None
+        self._ids: set[int] = set()
+        self._freed = weakref.finalize(self, _free, runtime.memories, self._ids)
+
+    # --- what transformers asks of a cache ---------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the new rows of a layer, [batch, kv_heads, rows, head_dim]. They are stored by the attention that
+        follows, which knows which of them are padding; so what is returned are these rows, and no earlier ones."""
+        _given.last = self, layer_idx, key_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._columns + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._rows) or -1
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.policy.decode.is_dense
+
+    @torch.inference_mode()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns. SaccadeError where what a method knows cannot go back."""
+        self._check()
+        tokens_to_remove = int(tokens_to_remove)  # some versions give a tensor
+        if not -self._columns <= tokens_to_remove <= 0:
+            raise SaccadeError(
+                f"crop({tokens_to_remove}) must be from {-self._columns} to 0: minus the columns to remove of "
+                f"{self._columns}"
+            )
+        if not tokens_to_remove:
+            return
+        columns = self._columns + tokens_to_remove
+        for number, row in enumerate(self._rows):
+            gone = -tokens_to_remove if self._mask is None else int(self._mask[number, columns:].sum())
+            with self._breaking():
+                row.cut(self.runtime, row.stored - gone)
+        self._columns = columns
+        self._mask = None if self._mask is None else self._mask[:, :columns]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on with the sequences ``beam_idx`` int64 [batch]; one that is named twice shares its blocks."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices``, numbers or booleans, alone."""
+        self._select(indices.nonzero()[:, 0].tolist() if indices.dtype == torch.bool else indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each sequence ``repeats`` times, side by side."""
+        self._select([number for number in range(len(self._rows)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget everything, and give the memory back."""
+        _free(self.runtime.memories, self._ids)
+        self._rows, self._columns, self._mask, self._prompt, self._pass = [], 0, None, None, None
+        self._broken = None
+
+    # --- what generate and attention ask -----------------------------------------------------------------------------
+
+    @property
+    def reports(self) -> list[Report]:
+        """Of the sequences, in the order of the batch."""
+        return [row.report for row in self._rows]
+
+    def expect(self, columns: int, mask: Tensor | None) -> None:
+        """A prompt comes in chunks, after which there are so many ``columns``; ``mask`` [batch, columns]."""
+        self._prompt = columns, None if mask is None else mask.bool().cpu()
+
+    def ended(self, counted: Sequence[int]) -> None:
+        """No token is to follow for now; so many were chosen for each sequence."""
+        for row, tokens in zip(self._rows, counted):
+            row.report.token()
+            row.report.finish(tokens)
+
+    @torch.inference_mode()
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention) -> Tensor:
+        """Store and attend: [batch, rows, heads, head_dim]. ``mask`` bool [batch, columns with these]."""
+        with self._breaking():
+            if self._pass is None:
+                self._check()
+                self._pass = self._planned(q, k, mask, spec)
+            out = self._pass.run(layer, q, k, v, spec)
+            if self._pass.over:
+                self._pass.finish()
+                self._pass, self._columns = None, self._columns + q.shape[2]
+        return out
+
+    def _planned(self, q: Tensor, k: Tensor, mask: Tensor | None, spec: LayerAttention) -> Pass:
+        running, batch, columns = self.runtime.run_on(q, k), q.shape[0], q.shape[2]
+        if not self._rows:
+            running.checks.policy(self.policy)
+            self.policy, said = running.checks.located(self.policy)
+            self._rows = [Row.new(self.runtime, running, self.policy) for _ in range(batch)]
+            self._ids |= {row.id for row in self._rows}
+            for row in self._rows if said is not None else ():
+                row.report.note(said or "")
+            self.runtime.reports = self.reports
+        if batch != len(self._rows):
+            raise SaccadeError(f"a batch of {batch} on a cache of {len(self._rows)} sequences; begin with a new cache")
+        whole = self._whole_mask(mask, batch, columns)
+        real: list[Places] = [range(columns)] * batch
+        if whole is not None:
+            real = [_places(row[self._columns :]) for row in whole]
+            if any(spec_window is not None for spec_window in running.model.spec.windows) and _has_holes(whole):
+                raise SaccadeError(
+                    "attention_mask has padding between tokens, and this model's sliding windows count columns; pad on "
+                    "the left alone"
+                )
+        self._mask = whole
+        return Pass(self.runtime, running, self._rows, self.policy, columns, real, self._totals(columns, batch))
+
+    def _whole_mask(self, mask: Tensor | None, batch: int, columns: int) -> Tensor | None:
+        """bool [batch, columns there are]; None where none is padding. SaccadeError for one that does not go with what
+        is stored."""
+        there = self._columns + columns
+        if mask is None:
+            if self._mask is not None:
+                raise SaccadeError("earlier columns of this cache were padding; give attention_mask with every call")
+            return None
+        if mask.shape != (batch, there):
+            raise SaccadeError(
+                f"attention_mask has shape {tuple(mask.shape)}, and must have {(batch, there)}: a column for each of "
+                f"{self._columns} that are stored and {columns} new ones"
+            )
+        whole = mask.cpu()
+        before = torch.ones(batch, self._columns, dtype=torch.bool) if self._mask is None else self._mask
+        if not torch.equal(whole[:, : self._columns], before):
+            raise SaccadeError("attention_mask calls earlier columns padding that were none, or the other way round")
+        return None if bool(whole.all()) else whole
+
+    def _totals(self, columns: int, batch: int) -> list[int] | None:
+        """Tokens of each row's prompt that comes in chunks; None where what is given is all."""
+        if self._prompt is None:
+            return None
+        total, mask = self._prompt
+        if self._columns + columns >= total:
+            self._prompt = None
+        if mask is None:
+            if self._mask is not None:
+                raise SaccadeError("give attention_mask with prefill_chunk_size where some columns are padding")
+            return [total] * batch
+        counts = mask.sum(1)
+        return counts.repeat_interleave(batch // len(counts)).tolist()
+
+    @torch.inference_mode()
+    def _select(self, order: Sequence[int]) -> None:
+        self._check()
+        memories, taken, chosen = self.runtime.memories, set[int](), list[Row]()
+        with self._breaking():
+            for number in order:
+                row = self._rows[number]
+                if number in taken:
+                    made = copy.copy(row)
+                    made.id, made.request, made.report = new_sequence_id(), new_request_id(), copy.deepcopy(row.report)
+                    memories.fork(row.id, made.id)
+                    self._ids.add(made.id)
+                    row = made
+                taken.add(number)
+                chosen.append(row)
+        left = {row.id for number, row in enumerate(self._rows) if number not in taken}
+        self._ids -= left
+        _free(memories, left)
+        self._rows = chosen
+        self._mask = None if self._mask is None else self._mask[list(order)]
+        self.runtime.reports = self.reports
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise SaccadeError(
+                f"this cache cannot go on, for a pass over it broke ({self._broken}); begin with a new one"
+            )
+        if self._pass is not None:
+            raise SaccadeError("the last pass over this cache left layers out; begin with a new cache")
+
+    def _breaking(self) -> _Breaking:
+        return _Breaking(self)
+
+
+class _Breaking:
+    """What is half done when something is raised here is not gone on from."""
+
+    def __init__(self, cache: SaccadeCache) -> None:
+        self.cache = cache
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.cache._broken is None:
+            self.cache._broken = str(error) or type(error).__name__
+
+
+def taken_in(layer: int, k: Tensor) -> SaccadeCache | None:
+    """The cache whose ``update`` has just taken in ``k``; None where there is none."""
+    given, _given.last = _given.last, None
+    return given[0] if given is not None and given[1] == layer and given[2] is k else None
+
+
+def _free(memories: Memories, ids: set[int]) -> None:
+    for one in ids:
+        if one in memories:
+            memories.free(one, closes=True)
+    ids.clear()
+
+
+def _places(real: Tensor) -> Places:
+    """The true places of a row, as a range where nothing lies between them."""
+    found: list[int] = real.nonzero()[:, 0].tolist()
+    if not found:
+        return range(0)
+    first, last = found[0], found[-1] + 1
+    return range(first, last) if last - first == len(found) else found
+
+
+def _has_holes(mask: Tensor) -> bool:
+    """Whether padding lies between tokens of a row of bool [batch, columns]."""
+    begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0].long()
+    return bool((begins > 1).any())
