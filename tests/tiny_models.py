@@ -45,6 +45,15 @@ _BASE: dict[str, Any] = {
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_DELTA = {  # three heads of values to one of keys
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+
 REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "glm4", "smollm3", "granite")
 
 # What each family sets beyond the base, chosen so that every per-family step changes the logits.
@@ -136,6 +145,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE},
     "seed_oss": {"head_dim": 16},
     "starcoder2": {"sliding_window": 7},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        "use_expert_bias": True,
+        **_MOE,
+    },
+    "qwen3_next": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+        **_DELTA,
+        **_MOE,
+    },
+    "qwen3_5_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+        **_DELTA,
+    },
+    "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
 }
 
 

@@ -260,7 +260,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
     layers = probe_layers(model, family, llama)
     return ModelSpec(
         family=family.model_type,
-        layers=config.num_hidden_layers,
+        layers=len(layers.windows),
         heads=layers.heads,
         kv_heads=layers.kv_heads,
         head_dim=layers.head_dim,
@@ -268,6 +268,8 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         max_position=max_position(config),
         dtype=dtype,
         windows=layers.windows,
+        places=layers.places,
+        states=layers.states,
     )
 
 

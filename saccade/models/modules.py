@@ -3,6 +3,7 @@ shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,25 @@ from saccade.models.rotary import CosSin
 
 
 class ModuleLayers:
-    """``layers`` are a decoder's, loaded with ``attn_implementation="saccade"``."""
+    """``layers`` are a decoder's, loaded with ``attn_implementation="saccade"``; those ``keeping`` have a state."""
 
-    def __init__(self, layers: Any) -> None:
-        self.layers = layers
+    def __init__(self, layers: Any, keeping: Container[int] = ()) -> None:
+        self.layers, self._keeping = layers, keeping
 
-    def run(self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin, ctx: AttentionContext) -> Tensor:
-        """One layer over ``hidden`` [rows, channels] at ``positions`` [rows] -> [rows, channels]."""
+    def run(
+        self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin, ctx: AttentionContext, pieces: Any = None
+    ) -> Tensor:
+        """One layer over ``hidden`` [rows, channels] at ``positions`` [rows] -> [rows, channels]. ``pieces``: the
+        states of the rows' sequences (models.keeping)."""
         cos, sin = pair
+        given = {"past_key_values": pieces} if index in self._keeping else {}
         return self.layers[index](
             hidden[None],
             attention_mask=None,
             position_ids=positions[None],
             position_embeddings=(cos[None], sin[None]),
             saccade=ctx,
+            **given,
         )[0]
 
     def project(self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin) -> tuple[Tensor, Tensor, Tensor]:
