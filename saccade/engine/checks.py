@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from saccade.engine.kept import check_policy as check_kept
 from saccade.engine.messages import MapOrder
 from saccade.engine.params import SamplingParams
 from saccade.engine.rank_limits import check_policy, check_request
@@ -92,6 +93,8 @@ class Checks:
         """Raise PolicyError for a policy that this model cannot run."""
         check_policy(self.ranks, policy)
         freeze = policy.freeze
+        if self.pool.states is not None:
+            check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
             raise PolicyError(
                 f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "

@@ -146,6 +146,15 @@ class Sequence:
         del self.tokens[length:]
         self._trim_spans(self.reached)
 
+    def resume(self, chunk: int) -> int:
+        """Go back to where the model's layers that keep a state have one, if that after the last token is gone: what
+        follows is computed again as it was, in chunks of so many rows. Returns how many tokens that are."""
+        left = self.memories.resume(self.id, self.computed, lambda at: _resumes(self.spans, at, chunk))
+        lost, self.computed = self.computed - left, left
+        if lost and self.rope_regime(len(self.tokens)) == self.rope_regime(1):
+            self.spans = _merged_if_dense(self.spans)
+        return lost
+
     def standing(self, kept: int) -> Standing:
         """Where it stands before a turn that keeps its first ``kept`` tokens."""
         return Standing(self.tokens[kept:], [replace(span) for span in self.spans], self.reached, self.seen)
@@ -255,6 +264,13 @@ def usable(spans: list[Span], length: int, chunk: int) -> int:
         if length < span.stop:
             return span.start + max(0, length - span.start) // chunk * chunk if span.phase == "prefill" else length
     return spans[-1].stop if spans else 0
+
+
+def _resumes(spans: list[Span], length: int, chunk: int) -> bool:
+    """Whether what comes after ``length`` tokens can be computed again as it was: see :func:`usable`; and anywhere
+    where all was read."""
+    dense = all(span.policy == Policy() for span in spans)
+    return dense or usable(spans, length, chunk) == length
 
 
 def _merged_if_dense(spans: list[Span]) -> list[Span]:

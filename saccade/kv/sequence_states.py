@@ -57,11 +57,11 @@ class SequenceStates:
             self.pool.pin(self.slot)
             self.pool.touch(self.slot)
 
-    def begin(self, start: int, inner: int = 0) -> None:
-        """Rows from ``start`` on, which was pinned, are about to be computed, and change ``slot``. ``inner``, if more
-        than ``start``: a number of tokens in their midst after which layers are to leave a snapshot, too."""
+    def begin(self, start: int, keep: bool = False) -> None:
+        """Rows from ``start`` on, which was pinned, are about to be computed, and change ``slot``; with ``keep`` where
+        it stood is a snapshot from now on."""
         pool = self.pool
-        if inner == start and self.slot is not None:
+        if keep and self.slot is not None:
             self._keep(start, self.slot)
         if self.slot is None:
             self.slot = pool.take()
@@ -74,8 +74,12 @@ class SequenceStates:
                 pool.unpin(own)
                 self.slot = fresh
         self._stands = None
-        if inner > start and pool.spare:
-            self.inner = inner, pool.take()
+
+    def leave(self, inner: int) -> None:
+        """Layers are to leave a snapshot after ``inner`` tokens, in the midst of the step that began, if there is room
+        for one beside what sequences compute with."""
+        if self.pool.pinned < self.pool.slots:
+            self.inner = inner, self.pool.take()
 
     def end(self, length: int, rows: int, keep: bool) -> None:
         """The step ended well after ``length`` tokens, of which it computed ``rows``. A snapshot is due with ``keep``,
@@ -128,6 +132,16 @@ class SequenceStates:
         self.pool.write(slot, parts)
         self._keep(length, slot)
         self.pool.unpin(slot)
+
+    def put_back(self, length: int, parts: Mapping[str, Tensor] | None) -> None:
+        """What steps from ``length`` tokens on have done to the state is undone: it was ``parts``."""
+        self.truncate(length)
+        if parts is None:
+            return
+        if self.slot is None:
+            self.slot = self.pool.take()
+        self.pool.write(self.slot, parts)
+        self._stands = length
 
     def lose(self, slot: int) -> None:
         """The pool gives a snapshot's slot to somebody else."""

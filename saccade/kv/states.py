@@ -75,6 +75,11 @@ class StatePool:
         self._age = 0.0
 
     @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.slots * self.format.nbytes
+
+    @property
     def used(self) -> int:
         """Slots that are taken. For any thread."""
         return self.slots - len(self._free)
@@ -83,11 +88,6 @@ class StatePool:
     def pinned(self) -> int:
         """Slots that sequences compute with. For any thread."""
         return len(self._pins)
-
-    @property
-    def spare(self) -> bool:
-        """Whether a slot can be had beside those that sequences compute with."""
-        return self.pinned < self.slots
 
     def take(self, own: int | None = None) -> int:
         """A slot, pinned: a free one, or the least useful snapshot's. ``own``, if it is less useful still, is given to

@@ -1,0 +1,300 @@
+"""Models whose layers keep a state beside layers that attend: what is cut, shared, kept and brought back is what a fresh
+run of transformers' own model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_helpers import finish, start, tokens
+from helpers import MATRIX
+from tiny_models import make_checkpoint, one_thread, oracle, oracle_logits, random_ids  # noqa: F401
+
+from saccade import LLM, SamplingParams
+from saccade.errors import CapacityError, PolicyError
+from saccade.kv.sequence_states import SequenceStates
+from saccade.kv.states import StateFormat, StatePart, StatePool
+from saccade.methods.policy import Policy
+
+FAST = ("lfm2", "qwen3_5_text")
+FAMILIES = [*FAST, *(pytest.param(one, marks=pytest.mark.thorough) for one in ("qwen3_next", "lfm2_moe"))]
+ANSWER = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=1)
+
+
+class Pair:
+    """A checkpoint as we run it, by options, and as transformers does."""
+
+    def __init__(self, folder) -> None:
+        self.folder, self.theirs = folder, oracle(folder)
+
+    def llm(self, **options) -> LLM:
+        return LLM(
+            self.folder, dtype="float32", **{"kv_memory": "8MiB", "prefill_chunk": 24, "block_size": 16, **options}
+        )
+
+    def check(self, context: list[int], output, number: int = 0, greedy: bool = True) -> list[int]:
+        """The answer to ``context``, each of whose tokens has the log-probability that transformers gives it there, and
+        the greatest of all."""
+        assert output.error is None, output.error
+        answer = output.outputs[number].token_ids
+        logprobs = oracle_logits(self.theirs, context + answer).log_softmax(-1)[len(context) - 1 : -1]
+        said = [one[token].logprob for one, token in zip(output.outputs[number].logprobs, answer)]
+        right = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(said), right, rtol=1e-4, atol=1e-4)
+        assert not greedy or (right >= logprobs.amax(-1) - 2e-4).all()
+        return answer
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    return Pair(make_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    return pair.llm()
+
+
+def test_ragged_prompts_in_chunks_batched(pair, llm):
+    prompts = [random_ids(length, seed=length) for length in (61, 1, 24, 90)]
+    for ids, output in zip(prompts, llm.generate(prompts, GREEDY)):
+        pair.check(ids, output)
+    assert llm.pool.states.pinned == 0
+
+
+def test_packed_rows_of_many_sequences(pair):
+    llm = pair.llm(exact=False)
+    prompts = [random_ids(length, seed=length) for length in (33, 2, 70, 48)]
+    for ids, output in zip(prompts, llm.generate(prompts, GREEDY)):
+        pair.check(ids, output)
+
+
+def test_turns_go_on_where_the_last_one_ended(pair, llm):
+    context: list[int] = []
+    with llm.session() as session:
+        for number, length in enumerate((50, 7, 30)):
+            turn = random_ids(length, seed=number)
+            stored = max(0, len(context) - 1)
+            context += turn
+            output = session.generate(turn, GREEDY)
+            assert output.report["cached_tokens"] == stored
+            assert output.report["recomputed_tokens"] == 0
+            context += pair.check(context, output)
+
+
+def test_an_edit_goes_back_to_a_snapshot_before_it(pair, llm):
+    """The prompt of the second turn is changed: what came before stays, but for the tokens since the last snapshot."""
+    first, second = random_ids(60, seed=1), random_ids(40, seed=2)
+    with llm.session() as session:
+        said = first + tokens(session.generate(first, GREEDY))
+        end = len(said) - 1  # the last token was never computed
+        said += second + tokens(session.generate(second, GREEDY))
+        edited = said[: end + 21] + random_ids(15, seed=3)
+        output = session.complete(edited, GREEDY)
+        pair.check(edited, output)
+        # The border that it goes back to is the turn's end, 21 tokens before the edit.
+        assert output.report["recomputed_tokens"] == 21
+        assert output.report["cached_tokens"] == end
+        assert any("computed again" in note for note in output.report["notes"])
+        within = first[:30] + random_ids(5, seed=4)
+        pair.check(within, session.complete(within, GREEDY))
+
+
+def test_a_cancelled_turn_leaves_nothing(pair, llm):
+    first, second, third = (random_ids(length, seed=length) for length in (40, 55, 9))
+    with llm.session() as session:
+        said = first + tokens(session.generate(first, GREEDY))
+        stream = session.stream(second, GREEDY)
+        next(stream)
+        stream.close()
+        assert session.token_ids == said
+        output = session.generate(third, GREEDY)
+        pair.check(said + third, output)
+        assert output.report["recomputed_tokens"] == 0
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_of_one_prompt(pair, caching):
+    llm, ids = pair.llm(enable_prefix_caching=caching), random_ids(50, seed=5)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=ANSWER, ignore_eos=True, logprobs=1)
+    output = llm.generate(ids, params)[0]
+    answers = [tuple(pair.check(ids, output, number, greedy=False)) for number in range(3)]
+    assert len(set(answers)) > 1
+
+
+def test_preempted_requests_compute_again(pair):
+    llm = pair.llm(kv_memory=60_000 if pair.theirs.config.model_type.startswith("lfm2") else 150_000)
+    prompts = [random_ids(90, seed=number) for number in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1))
+    assert sum(output.report["preemptions"] for output in outputs) > 0
+    for ids, output in zip(prompts, outputs):
+        pair.check(ids, output)
+
+
+def test_prefixes_are_shared_where_a_snapshot_stands(pair):
+    llm, document = pair.llm(enable_prefix_caching=True), random_ids(100, seed=6)
+    pair.check(document, llm.generate(document, GREEDY)[0])
+    for number in range(2):
+        ids = document + random_ids(20, seed=10 + number)
+        output = llm.generate(ids, GREEDY)[0]
+        pair.check(ids, output)
+        assert output.report["cached_tokens"] == 96  # whole blocks of 16, before the document's last token
+    other = document[:50] + random_ids(30, seed=20)
+    output = llm.generate(other, GREEDY)[0]
+    pair.check(other, output)
+    together = [document + random_ids(5 + number, seed=30 + number) for number in range(3)]
+    for ids, output in zip(together, llm.generate(together, GREEDY)):
+        pair.check(ids, output)
+    llm.reset_prefix_cache()
+    assert llm.pool.states.used == 0
+
+
+def test_a_saved_session_has_its_state(pair, llm, tmp_path):
+    first, second = random_ids(45, seed=7), random_ids(12, seed=8)
+    with llm.session() as session:
+        said = first + tokens(session.generate(first, GREEDY))
+        session.save(tmp_path / "talk")
+    other = pair.llm()
+    with other.restore(tmp_path / "talk") as session:
+        output = session.generate(second, GREEDY)
+        pair.check(said + second, output)
+        assert output.report["recomputed_tokens"] == 0
+        assert output.report["cached_tokens"] == len(said) - 1
+
+
+def test_a_named_session_has_its_state(pair, tmp_path):
+    first, second = random_ids(45, seed=7), random_ids(12, seed=8)
+    options = {"session_dir": tmp_path / "sessions"}
+    with pair.llm(**options) as llm, llm.session(name="talk") as session:
+        said = first + tokens(session.generate(first, GREEDY))
+    with pair.llm(**options) as llm, llm.session(name="talk") as session:
+        output = session.generate(second, GREEDY)
+        pair.check(said + second, output)
+        assert output.report["recomputed_tokens"] == 0
+
+
+def test_few_states_serve_many_sessions(pair):
+    """Two states in all: sessions take them from each other, and say that they computed again."""
+    each = pair.llm().model.spec.states.nbytes
+    llm = pair.llm(kv_memory=max(4 * 2 * each + 4 * each - 1, 120_000) if each < 10_000 else 4 * 3 * each - 1)
+    assert llm.pool.states.slots >= 2
+    talks = [(llm.session(), []) for _ in range(llm.pool.states.slots + 2)]
+    recomputed = 0
+    for turn in range(2):
+        for number, (session, context) in enumerate(talks):
+            said = random_ids(20 + 3 * number, seed=100 * turn + number)
+            context += said
+            output = session.generate(said, GREEDY)
+            context += pair.check(context, output)
+            recomputed += output.report["recomputed_tokens"]
+            assert bool(output.report["recomputed_tokens"]) == any("again" in one for one in output.report["notes"])
+    assert recomputed > 0
+    assert llm.pool.states.given_up > 0
+    for session, _ in talks:
+        session.close()
+    assert llm.pool.states.used == 0
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_step_that_breaks_is_computed_again(pair, llm, monkeypatch, at):
+    """Layers before the one that broke have moved their states on: those are thrown away."""
+    from saccade.models.modules import ModuleLayers
+
+    run, calls = ModuleLayers.run, []
+
+    def breaks(self, index, *given):
+        calls.append(index)
+        if calls.count(2) == 2 + at and index == 2:
+            raise RuntimeError("broken on purpose")
+        return run(self, index, *given)
+
+    monkeypatch.setattr(ModuleLayers, "run", breaks)
+    prompts = [random_ids(60, seed=1), random_ids(31, seed=2)]
+    requests = [start(llm, ids, GREEDY) for ids in prompts]
+    finish(llm.engine)
+    monkeypatch.undo()
+    survivors = [one for one in requests if one.error is None]
+    for one in survivors:
+        ids = one.prompt
+        answer = one.final_ids
+        logits = oracle_logits(pair.theirs, ids + answer)[len(ids) - 1 : -1]
+        assert (logits.gather(1, torch.tensor(answer)[:, None])[:, 0] >= logits.amax(-1) - 2e-4).all()
+    assert survivors
+    assert llm.pool.states.pinned == 0
+
+
+def test_audits_leave_states_as_they_were(pair):
+    llm, ids = pair.llm(), random_ids(80, seed=9)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, audit_steps=1.0)
+    output = llm.generate(ids, params, policy="topk(k=10000)")[0]
+    pair.check(ids, output)
+    assert output.report["audit"]["agreement"]["mean"] == 1
+
+
+def test_suspended_prefills_keep_their_states(pair):
+    llm = pair.llm(max_token_gap=0.001)
+    prompts = [random_ids(length, seed=length) for length in (150, 20, 130)]
+    for ids, output in zip(prompts, llm.generate(prompts, GREEDY)):
+        pair.check(ids, output)
+
+
+@pytest.mark.parametrize("policy", [Policy.parse(case.methods()[0]).text for case in MATRIX])
+def test_sparse_methods_read_the_layers_that_attend(pair, llm, policy):
+    """Under each method turns go on from kept states as a fresh run of the whole does."""
+    ids = random_ids(120, seed=11)
+    parsed = Policy.parse(policy)
+    if parsed.freeze is not None or parsed.window is not None or parsed.decode.name == "lossless":
+        with pytest.raises(PolicyError, match="layers that keep a state"):
+            llm.generate(ids, GREEDY, policy=policy)
+        return
+    output = llm.generate(ids, GREEDY, policy=policy)[0]
+    assert output.error is None, output.error
+    assert output.report["attention_layers"] == [1]
+    with llm.session(policy=policy) as session:
+        session.generate(ids[:70], GREEDY)
+        assert tokens(session.complete(ids, GREEDY, keep=0)) == tokens(output)
+
+
+def test_what_is_refused_says_why(pair, llm):
+    for policy in ("lossless", "psaw", "etf"):
+        with pytest.raises(PolicyError, match="layers that keep a state"):
+            llm.generate(random_ids(5, seed=1), GREEDY, policy=policy)
+    with pytest.raises(CapacityError, match="a quarter of it holds"):
+        pair.llm(kv_memory=4 * pair.llm().model.spec.states.nbytes)
+
+
+FORMAT = StateFormat(2, (StatePart("conv0", (3,), torch.float32),))
+
+
+def test_the_least_useful_snapshot_goes_first():
+    pool = StatePool(FORMAT, 3)
+    one, other = SequenceStates(pool), SequenceStates(pool)
+
+    def run(states: SequenceStates, start: int, stop: int, keep: bool = True) -> None:
+        states.pin(start)
+        states.begin(start)
+        pool.tensors["conv0"][:, states.slot] += stop - start
+        states.end(stop, stop - start, keep)
+
+    run(one, 0, 100)
+    run(one, 100, 110)
+    one.rest()
+    assert one.snapshots == (100, 110)
+    run(other, 0, 50)  # the third slot
+    run(other, 50, 60)  # takes that after 110 tokens: 10 would be computed again, of the others 100 and 50
+    assert (one.snapshots, pool.given_up) == ((100,), 1)
+    assert pool.tensors["conv0"][0, other.slot].tolist() == [60.0] * 3
+    assert 110 not in one and 100 in one
+    assert one.save(100)["conv0"].tolist() == [[100.0] * 3] * 2
+    one.truncate(99)
+    other.truncate(0)
+    assert pool.used == 0
+
+
+def test_all_states_in_use_is_an_error():
+    pool = StatePool(FORMAT, 1)
+    one, other = SequenceStates(pool), SequenceStates(pool)
+    one.pin(0)
+    one.begin(0)
+    with pytest.raises(CapacityError, match="all 1 states are in use"):
+        other.begin(0)
