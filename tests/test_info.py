@@ -20,7 +20,7 @@ from saccade.models.families import FAMILIES
 from saccade.models.loader import load_model
 from saccade.models.text_part import WRAPPERS
 
-QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm")
+QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm", "lfm2", "qwen3_5_text")
 
 
 def config_alone(folder: Path, to: Path) -> Path:
@@ -41,7 +41,9 @@ def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     model, facts = load_model(folder), described(config_alone(folder, tmp_path / "alone"))
     spec, here = model.spec, facts_of(folder)
     assert isinstance(facts, ModelFacts)
-    assert (facts.layers, facts.heads, facts.kv_heads) == (spec.layers, spec.heads, spec.kv_heads)
+    states = 0 if spec.states is None else spec.states.layers
+    assert (facts.layers, facts.heads, facts.kv_heads) == (spec.layers + states, spec.heads, spec.kv_heads)
+    assert facts.state_bytes == (0 if spec.states is None else spec.states.nbytes)
     assert (facts.head_dim, facts.layer_windows, facts.context) == (spec.head_dim, spec.windows, spec.max_position)
     assert facts.weight_bytes == here.weight_bytes == sum(one.nbytes for one in model.runner.weights.values())
     assert (facts.parameters, facts.weights_here, here.weights_here) == (here.parameters, False, True)

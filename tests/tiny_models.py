@@ -53,6 +53,13 @@ _DELTA = {  # three heads of values to one of keys
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
 }
+_PARTIAL = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 
 REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "glm4", "smollm3", "granite")
 
@@ -158,19 +165,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [0],
         **_DELTA,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         **_MOE,
     },
-    "qwen3_5_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        },
+    "qwen3_5_text": {"rope_parameters": _PARTIAL, **_DELTA},
+    "qwen3_5_moe_text": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "rope_parameters": _PARTIAL,
         **_DELTA,
+        **_MOE,
     },
-    "qwen3_5_moe_text": {"num_experts": 4, "shared_expert_intermediate_size": 32, **_DELTA, **_MOE},
 }
 
 

@@ -66,6 +66,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
     stored = facts.weight_bytes
     formats = ", ".join(f"{name} {show_bytes(count)}" for name, count in facts.formats.items())
     sizes = sorted({window for window in facts.layer_windows if window is not None})
+    states = f", {facts.state_layers} of them keep a state" if facts.state_layers else ""
     windows = f", {facts.windows} of them over a window of {' and '.join(f'{one:,}' for one in sizes)}" if sizes else ""
     room = f"{show_bytes(free)} free here: "
     if fits == facts.context:
@@ -79,7 +80,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "family": family,
         "runs here": f"yes, layers {'in one loop' if facts.own_loop else 'by transformers'}",
         "parameters": f"{facts.parameters / 1e6:,.1f} million",
-        "layers": f"{facts.layers}{windows}",
+        "layers": f"{facts.layers}{states}{windows}",
         "heads": f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
         "context": f"{facts.context:,} tokens",
         "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
@@ -88,20 +89,22 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
         "keys and values": f"{show_bytes(facts.token_bytes)} a token",
+        **({"states": f"{show_bytes(facts.state_bytes)} a sequence"} if facts.state_layers else {}),
         "memory": room,
     }
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
-    """Memory for keys and values at lengths of context, what a decode step of one sequence reads of them by the layers'
+    """Memory for keys, values and states at lengths of context, what a decode step of one sequence reads of them by the layers'
     windows, its share of all that is read, and how many times fewer bytes are read where layers without a window read
     ``READ`` of theirs."""
     return [
         {
             "tokens": tokens,
-            "memory": tokens * facts.token_bytes,
+            "memory": tokens * facts.token_bytes + facts.state_bytes,
             "kv_bytes": facts.kv_bytes(tokens),
-            "share_of_step": facts.kv_bytes(tokens) / (facts.kv_bytes(tokens) + facts.step_bytes),
+            "share_of_step": facts.kv_bytes(tokens)
+            / (facts.kv_bytes(tokens) + facts.step_bytes + 2 * facts.state_bytes),
             "limit": facts.gain(tokens, READ),
         }
         for tokens in LENGTHS

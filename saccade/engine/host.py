@@ -67,7 +67,8 @@ class HostBackend:
         ]
         setting = self.setting
         self.done()
-        frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
+        spec = setting.spec
+        frozen = frozen_rows(step.scheduled, spec.layers, setting.watch.wants_all if spec.ends_attending else _all_rows)
         hosted = self._hosting.gather(rows, frozen is None)
         attention = HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         gone = {id(one) for part in hosted for one in part.requests}
@@ -300,3 +301,8 @@ def _earliest(frozen: FrozenRows, layers: int) -> int:
 def batches(rows: RequestRows, q: Tensor) -> bool:
     """Whether rows may be attended with those of other requests that verify as many."""
     return rows.together and q.is_cuda
+
+
+def _all_rows(request: int) -> bool:
+    """That every row's output is read, by layers behind the last that attends."""
+    return True

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from saccade.engine.memory import SequenceMemory
 
 
-def begin(
-    scheduled: Iterable[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True
-) -> None:
+def begin(scheduled: Iterable[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True) -> None:
     """The rows of a step are about to be computed, ``at_once`` or with others' steps in between. SaccadeError where no
     state stands before one's."""
     own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]

@@ -31,6 +31,11 @@ class ModelSpec:
     places: tuple[int, ...] = ()
     states: StateFormat | None = None
 
+    @property
+    def ends_attending(self) -> bool:
+        """Whether the model's last layer attends: rows that nobody looks at may skip it then."""
+        return self.states is None or self.places[-1] == len(self.places) + self.states.layers - 1
+
 
 @dataclass(frozen=True, eq=False)
 class StateRows:

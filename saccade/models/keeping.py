@@ -105,7 +105,9 @@ class _Pieces:
         out = torch.empty_like(hidden)
         if len(self.singles) > 1:
             held = {name: part[self.slots] for name, part in parts.items()}
-            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **asked, **{keyword: _Cache(held)})[:, 0]
+            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **asked, **{keyword: _Cache(held)})[
+                :, 0
+            ]
             for name, part in parts.items():
                 part[self.slots] = held[name]
         for at, segment in enumerate(self.segments):

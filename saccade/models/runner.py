@@ -157,7 +157,7 @@ class HFRunner:
             number = self._numbers[index]
             if index and len(positions) > 1:
                 yield index
-            freezes = frozen is not None and bool(frozen.skip(index).any())
+            freezes = frozen is not None and number is not None and bool(frozen.skip(number).any())
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None and number is not None:
@@ -245,13 +245,15 @@ class HFRunner:
     ) -> Tensor:
         """Have the keys and values stored that rows which skip a layer leave there; returns which rows do not skip
         it, int64 [n]."""
-        skip = frozen.skip(index)
+        number = self._numbers[index]
+        assert number is not None, "rows skip layers that attend"
+        skip = frozen.skip(number)
         stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & frozen.projected, ~skip))
         if stored.numel():
-            ctx.store(index, *self._project(index, hidden, positions, rotary, stored)[1:])
+            ctx.store(number, *self._project(index, hidden, positions, rotary, stored)[1:])
         else:
             none = hidden.new_empty(self.spec.kv_heads, 0, self.spec.head_dim)
-            ctx.store(index, none, none)
+            ctx.store(number, none, none)
         return live
 
     def _project(
