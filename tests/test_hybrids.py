@@ -1,5 +1,5 @@
-"""Models whose layers keep a state beside layers that attend: what is cut, shared, kept and brought back is what a fresh
-run of transformers' own model computes."""
+"""Models whose layers keep a state beside layers that attend: what is cut, shared, kept and brought back is what a
+fresh run of transformers' own model computes."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ def test_the_least_useful_snapshot_goes_first():
     run(other, 50, 60)  # takes that after 110 tokens: 10 would be computed again, of the others 100 and 50
     assert (one.snapshots, pool.given_up) == ((100,), 1)
     assert pool.tensors["conv0"][0, other.slot].tolist() == [60.0] * 3
-    assert 110 not in one and 100 in one
+    assert 110 not in one
+    assert 100 in one
     assert one.save(100)["conv0"].tolist() == [[100.0] * 3] * 2
     one.truncate(99)
     other.truncate(0)

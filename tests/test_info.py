@@ -202,6 +202,7 @@ def test_files_that_are_broken_are_errors(tmp_path):
 # What a reason says, and what else of transformers' model shows that it is true.
 REASONS = {
     "recurrent, convolutional": lambda shown: shown.keeps_state() or "ShortConv(" in shown.source(),
+    "has no full_attention": lambda shown: "full_attention" not in shown.text.layer_types,
     "multi-head latent attention": lambda shown: shown.latent(),
     "keys and values shared": lambda shown: shown.shares_keys(),
     "heads of two sizes": lambda shown: len(shown.head_sizes()) > 1,

@@ -95,9 +95,9 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
-    """Memory for keys, values and states at lengths of context, what a decode step of one sequence reads of them by the layers'
-    windows, its share of all that is read, and how many times fewer bytes are read where layers without a window read
-    ``READ`` of theirs."""
+    """Memory for keys, values and states at lengths of context, what a decode step of one sequence reads of keys and
+    values by the layers' windows, their share of all that is read, and how many times fewer bytes are read where layers
+    without a window read ``READ`` of theirs."""
     return [
         {
             "tokens": tokens,

@@ -44,7 +44,8 @@ def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
     slots: list[int] = []
     inner: dict[int, tuple[int, int]] = {}
     for at, (one, rows) in enumerate(zip(kept, requests)):
-        assert one is not None and one.slot is not None, "the step has begun"
+        assert one is not None, "a model's sequences are alike"
+        assert one.slot is not None, "the step has begun"
         slots.append(one.slot)
         if one.inner is not None:
             inner[at] = one.inner[0] - rows.scheduled.start, one.inner[1]

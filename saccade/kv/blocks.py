@@ -36,8 +36,9 @@ class BlockManager(SlotMap):
     With a ``tier`` behind it (see tiers.py) memory and tier together count as slots: a new block has slots at once
     while some are free, else once rows are written to it. ``replacement``: who leaves, one of replacement.POLICIES.
     With ``layers_apart`` no layer takes more than an equal share of the slots, and its parts make room for each other
-    alone: a pool a layer, as engines without PSA's unified one have it (PSA, section 3.4). ``states``: of layers that keep one in place of keys
-    and values.
+    alone: a pool a layer, as engines without PSA's unified one have it (PSA, section 3.4).
+
+    ``states``: of layers that keep one in place of keys and values.
     """
 
     def __init__(

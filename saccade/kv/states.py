@@ -89,6 +89,17 @@ class StatePool:
         """Slots that sequences compute with. For any thread."""
         return len(self._pins)
 
+    def numbers(self) -> dict[str, int]:
+        """What there is of slots, and their bytes. For any thread."""
+        pinned = self.pinned
+        return {
+            "slots": self.slots,
+            "in_use": pinned,
+            "snapshots": max(0, self.used - pinned),
+            "given_up": self.given_up,
+            "bytes": self.nbytes,
+        }
+
     def take(self, own: int | None = None) -> int:
         """A slot, pinned: a free one, or the least useful snapshot's. ``own``, if it is less useful still, is given to
         whoever has pinned it alone: nobody goes back to it then. CapacityError where all slots are pinned."""

@@ -36,9 +36,9 @@ class ModelFacts:
     as the config lets expect. ``context``: the longest sequence in tokens. ``windows``: layers that read a window of it
     alone, whose sizes ``layer_windows`` has, None for the others. ``step_share``: of the weights' bytes, those that a
     decode step of one sequence reads: no embedding that is no head too, and of experts those of one token.
-    ``token_bytes``: of a token's keys and values in all layers that
-    attend, in ``dtype``; ``state_bytes``: of what ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without
-    one. ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules."""
+    ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``; ``state_bytes``: of what
+    ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without one.
+    ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules."""
 
     path: Path
     family: str

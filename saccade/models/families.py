@@ -151,7 +151,7 @@ def keeping_layers(family: Family, config: Any) -> tuple[int, ...]:
     """Which layers keep a state."""
     if family.keeping is None:
         return ()
-    return tuple(at for at, kind in enumerate(config.layer_types) if kind in family.keeping.kinds)
+    return tuple(at for at, kind in enumerate(config.layer_types or ()) if kind in family.keeping.kinds)
 
 
 def attending_layers(family: Family, config: Any) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from saccade.ops.layer_rows import RowLayers
 @dataclass(frozen=True)
 class ModelSpec:
     """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
-    these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model has
-    other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any."""
+    these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
+    has other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any."""
 
     family: str
     layers: int
