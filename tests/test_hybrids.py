@@ -195,6 +195,46 @@ def test_few_states_serve_many_sessions(pair, monkeypatch):
     assert llm.pool.states.used == 0
 
 
+SPARSE = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
+TALKS = [  # dense prefills; states that begin with a prefill, follow it, or evict; chunks that choose
+    "topk(k=12)",
+    "h2o(budget=24)",
+    *(
+        pytest.param(one, marks=pytest.mark.thorough)
+        for one in (
+            "psa(epsilon=0.4, block_size=16, microbatch=1)",
+            "snapkv(capacity=70)",
+            "cis(k=8, sinks=2, local=4)",
+            "lfps(k=8, blocks=2, least=8, history=keep)",
+            f"{SPARSE}+quest(budget=32, dense_layers=0)",
+            f"{SPARSE}+lfps(k=8, blocks=2, least=8, history=keep)",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", TALKS)
+def test_sparse_talks_are_what_they_are_with_room(pair, llm, monkeypatch, policy):
+    """Sessions that take states from each other, and an edit in the midst of a prompt, answer as where all is kept and
+    nothing was edited."""
+    monkeypatch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, 3, device))
+    few, recomputed = pair.llm(), 0
+    talks = [(few.session(policy=policy), llm.session(policy=policy)) for _ in range(3)]
+    for turn in range(3):
+        for number, (own, other) in enumerate(talks):
+            said = random_ids(40 + 9 * number, seed=100 * turn + number)
+            if turn == 2 and "history=keep" not in policy:  # said otherwise first, which it would remember
+                first = own.generate(said[:29] + random_ids(12, seed=1), GREEDY)
+                assert first.error is None, first.error
+                output = own.complete(other.token_ids + said, GREEDY)
+            else:
+                output = own.generate(said, GREEDY)
+            assert output.error is None, output.error
+            assert tokens(output) == tokens(other.generate(said, GREEDY))
+            recomputed += output.report["recomputed_tokens"]
+    assert recomputed > 0
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_step_that_breaks_is_computed_again(pair, llm, monkeypatch, at):
     """Layers before the one that broke have moved their states on: those are thrown away."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from saccade.engine.kept import check_policy as check_kept
 from saccade.engine.messages import MapOrder
 from saccade.engine.params import SamplingParams
 from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
+from saccade.methods.verified import Verified
 from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
@@ -118,6 +118,19 @@ class Checks:
             ]
         window, said = window.calibrated(layers)
         return replace(policy, window=window), said
+
+
+def check_kept(policy: Policy, family: str) -> None:
+    """PolicyError for what layers that keep a state cannot follow."""
+    why = None
+    if policy.freeze is not None:
+        why = f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token"
+    elif policy.window is not None:
+        why = f"'{policy.window.text}' narrows windows layer by layer, as models do whose layers all attend"
+    elif isinstance(policy.decode, Verified):
+        why = f"'{policy.decode.name}' takes back tokens that it guessed, which a state cannot"
+    if why is not None:
+        raise PolicyError(f"{why}: {family} has layers that keep a state; leave it out of policy={policy.text!r}")
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

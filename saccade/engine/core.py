@@ -35,6 +35,7 @@ from saccade.engine.token_gap import TokenGap
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence_states import EVERY
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
 from saccade.ops import fa4
@@ -91,7 +92,7 @@ class Engine:
         self.scheduler = Scheduler(
             pool,
             chunk=config.chunk,
-            dense_chunk=config.dense_chunk,
+            dense_chunk=config.dense_chunk if states is None else min(config.dense_chunk, EVERY),
             max_batch_rows=config.dense_chunk + config.max_requests,
             # Each that runs has a state, and one more room is there to copy it.
             max_requests=min(config.max_requests, config.max_requests if states is None else states.slots - 1),

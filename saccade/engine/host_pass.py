@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.kept import state_rows
+from saccade.engine.memory_kept import state_rows
 from saccade.engine.observe import LogitsObserver
 from saccade.engine.pass_tokens import take_logits
 from saccade.engine.paths import path_of

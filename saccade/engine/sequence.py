@@ -267,10 +267,17 @@ def usable(spans: list[Span], length: int, chunk: int) -> int:
 
 
 def _resumes(spans: list[Span], length: int, chunk: int) -> bool:
-    """Whether what comes after ``length`` tokens can be computed again as it was: see :func:`usable`; and anywhere
-    where all was read."""
-    dense = all(span.policy == Policy() for span in spans)
-    return dense or usable(spans, length, chunk) == length
+    """Whether what comes after ``length`` tokens can be computed again as it was: see :func:`usable`; anywhere where
+    all was read; and in any prefill before the rows of which a decode method's state begins, if no earlier one counts.
+    """
+    if all(span.policy == Policy() for span in spans) or usable(spans, length, chunk) == length:
+        return True
+    if any(span.policy.freeze is not None or span.policy.decode.watches or span.policy.decode.evicts for span in spans):
+        return False
+    span = next((one for one in spans if length < one.stop), None)
+    if span is None or span.phase != "prefill" or length > span.stop - max(1, span.policy.decode.tail_rows):
+        return False
+    return not span.policy.selects_by_chunk or (length - span.start) % chunk == 0
 
 
 def _merged_if_dense(spans: list[Span]) -> list[Span]:

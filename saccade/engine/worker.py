@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from saccade.engine import kept
+from saccade.engine import memory_kept as kept
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting

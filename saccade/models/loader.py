@@ -143,7 +143,8 @@ def load_model(
         notes += rounding_notes(integers, chosen, kept)
         tokenizer = load_tokenizer(checkpoint.path)
     model.eval()
-    spec = _spec(model, family, chosen, llama)
+    with quiet_transformers():  # which says once of each kernel that is not installed
+        spec = _spec(model, family, chosen, llama)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)

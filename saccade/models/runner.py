@@ -131,8 +131,8 @@ class HFRunner:
         whole: WholeRows | None = None,
         states: StateRows | None = None,
     ) -> Generator[int, None, None]:
-        """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have run.
-        Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
+        """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
+        run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
         place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
         its layers. ``states``: of the segments' sequences, for layers that keep one; without, these begin here.
         ``take`` gets float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state where

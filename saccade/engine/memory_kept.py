@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saccade.engine.step import ScheduledRequest
-from saccade.errors import PolicyError
-from saccade.methods.policy import Policy
-from saccade.methods.verified import Verified
 from saccade.models.interface import StateRows
 
 if TYPE_CHECKING:
@@ -50,19 +47,6 @@ def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
         if one.inner is not None:
             inner[at] = one.inner[0] - rows.scheduled.start, one.inner[1]
     return StateRows(kept[0].pool.tensors, slots, inner)
-
-
-def check_policy(policy: Policy, family: str) -> None:
-    """PolicyError for what layers that keep a state cannot follow."""
-    why = None
-    if policy.freeze is not None:
-        why = f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token"
-    elif policy.window is not None:
-        why = f"'{policy.window.text}' narrows windows layer by layer, as models do whose layers all attend"
-    elif isinstance(policy.decode, Verified):
-        why = f"'{policy.decode.name}' takes back tokens that it guessed, which a state cannot"
-    if why is not None:
-        raise PolicyError(f"{why}: {family} has layers that keep a state; leave it out of policy={policy.text!r}")
 
 
 def _shared_before(rows: ScheduledRequest, block: int) -> int:
