@@ -16,7 +16,8 @@ from saccade.kv.states import StateFormat, StatePart, StatePool
 from saccade.methods.policy import Policy
 
 FAST = ("lfm2", "qwen3_5_text")
-FAMILIES = [*FAST, *(pytest.param(one, marks=pytest.mark.thorough) for one in ("qwen3_next", "lfm2_moe"))]
+OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
+FAMILIES = [*FAST, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)]
 ANSWER = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=1)
 

@@ -53,6 +53,7 @@ _DELTA = {  # three heads of values to one of keys
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
 }
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _PARTIAL = {
     "rope_type": "default",
     "rope_theta": 1e4,
@@ -159,6 +160,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "use_expert_bias": True,
         **_MOE,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "position_embedding_type": "rope",
+        **_MAMBA,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.5,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+        **_MAMBA,
     },
     "qwen3_next": {
         "num_experts": 4,

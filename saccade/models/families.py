@@ -34,6 +34,10 @@ def _multiplied(logits: Tensor, config: Any) -> Tensor:
     return logits * config.logit_scale
 
 
+def _multiplied_head(logits: Tensor, config: Any) -> Tensor:
+    return logits * config.lm_head_multiplier
+
+
 @dataclass(frozen=True)
 class LlamaShape:
     """That a family's layers are Llama's, so that ``models.llama`` can run them: RMS norm, products for query, key and
@@ -47,10 +51,11 @@ class LlamaShape:
 @dataclass(frozen=True)
 class Keeping:
     """That some layers keep a state beside, or in place of, keys and values. ``module``: the part of a layer that does,
-    ``kinds``: what ``config.layer_types`` calls such layers."""
+    ``kinds``: what ``config.layer_types`` calls such layers; ``attend``: whether they attend, too."""
 
     module: str
     kinds: tuple[str, ...]
+    attend: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Family:
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
+_MAMBA = Keeping("mamba", ("linear_attention", "mamba"))
 _CONVOLUTION = Keeping("conv", ("conv",))
 
 _CHECKED = (
@@ -139,6 +145,22 @@ _CHECKED = (
         rotary="pos_emb",
         keeping=_CONVOLUTION,
     ),
+    Family("olmo_hybrid", "OlmoHybridForCausalLM", keeping=_DELTA),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        scale_embedding="embedding_multiplier",
+        finish_logits=_divided,
+        keeping=_MAMBA,
+    ),
+    Family(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        final_norm="final_layernorm",
+        scale_embedding="embedding_multiplier",
+        finish_logits=_multiplied_head,
+        keeping=Keeping("mamba", ("hybrid",), attend=True),
+    ),
     Family("qwen3_next", "Qwen3NextForCausalLM", keeping=_DELTA),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", keeping=_DELTA),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", keeping=_DELTA),
@@ -156,7 +178,8 @@ def keeping_layers(family: Family, config: Any) -> tuple[int, ...]:
 
 def attending_layers(family: Family, config: Any) -> tuple[int, ...]:
     """Which layers attend over keys and values."""
-    others = set(keeping_layers(family, config))
+    alone = family.keeping is not None and not family.keeping.attend
+    others = set(keeping_layers(family, config)) if alone else set()
     return tuple(at for at in range(config.num_hidden_layers) if at not in others)
 
 

@@ -97,17 +97,17 @@ class _Pieces:
         device = next(iter(self.states.parts.values())).device
         return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
-    def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, **asked: Any) -> Tensor:
-        """``inner`` of state layer ``layer`` over ``hidden`` [1, rows, channels]; ``asked`` has ``cache``, the keyword
-        of its cache."""
-        keyword = asked.pop("cache")
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What a layer that attends, too, asks of a cache: its new keys and values, which go to whoever attends."""
+        return k, v
+
+    def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
+        """``inner`` of state layer ``layer`` over ``hidden`` [1, rows, channels]; ``keyword``: of its cache."""
         parts = {name: part[layer] for name, part in self.states.parts.items()}
         out = torch.empty_like(hidden)
         if len(self.singles) > 1:
             held = {name: part[self.slots] for name, part in parts.items()}
-            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **asked, **{keyword: _Cache(held)})[
-                :, 0
-            ]
+            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: _Cache(held)})[:, 0]
             for name, part in parts.items():
                 part[self.slots] = held[name]
         for at, segment in enumerate(self.segments):
@@ -118,7 +118,7 @@ class _Pieces:
             cache = {keyword: _Cache({name: part[slot : slot + 1] for name, part in parts.items()})}
             for start, stop in ((first, first + rows), (first + rows, first + segment.length)):
                 if start < stop:
-                    out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **asked, **cache)
+                    out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **cache)
                 if rows and stop == first + rows:
                     for part in parts.values():
                         part[copied].copy_(part[slot])
@@ -134,8 +134,7 @@ class _Split:
     def __call__(self, hidden_states: Tensor, **asked: Any) -> Tensor:
         for name, given in asked.items():
             if isinstance(given, _Pieces):
-                others = {other: value for other, value in asked.items() if other not in (name, "saccade")}
-                return given.run(self.inner, self.layer, hidden_states, cache=name, **others)
+                return given.run(self.inner, self.layer, hidden_states, name)
         return self.inner(hidden_states, **asked)
 
 

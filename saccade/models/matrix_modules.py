@@ -165,7 +165,8 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         placed = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
         setattr(model.get_submodule(parent), own, placed)
     rotary = FAMILIES[model.config.model_type].rotary
-    setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))  # it holds own factors
+    if getattr(decoder, rotary) is not None:  # it holds factors of its own
+        setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
 
 
 class ModuleTensors:

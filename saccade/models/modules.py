@@ -25,14 +25,15 @@ class ModuleLayers:
         states of the rows' sequences (models.keeping)."""
         cos, sin = pair
         given = {"past_key_values": pieces} if index in self._keeping else {}
-        return self.layers[index](
+        made = self.layers[index](
             hidden[None],
             attention_mask=None,
             position_ids=positions[None],
-            position_embeddings=(cos[None], sin[None]),
+            position_embeddings=(cos[None], sin[None]) if cos.shape[-1] else None,  # it does not rotate
             saccade=ctx,
             **given,
-        )[0]
+        )
+        return made[0][0] if isinstance(made, tuple) else made[0]
 
     def project(self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """What a layer would hand to its attention for these rows: [heads or kv_heads, rows, head_dim]."""

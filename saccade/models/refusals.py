@@ -22,8 +22,8 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
-    "nemotron_h", "granitemoehybrid", "minimax", "xlstm", "kimi_linear", "olmo_hybrid", "bitnet_mamba",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+    "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
 _SHARED_KV = ("gemma3n", "gemma3n_text")

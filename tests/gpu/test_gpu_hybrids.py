@@ -1,4 +1,4 @@
-"""Models with layers that keep a state give on a GPU what they give on a CPU: states lie there, steps are not recorded."""
+"""Models with layers that keep a state give on a GPU what they give on a CPU: states lie there, no step is recorded."""
 
 from __future__ import annotations
 
