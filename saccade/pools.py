@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from saccade.engine.config import PROFILE, EngineConfig
@@ -14,7 +16,7 @@ from saccade.kv.row_formats import AUTO, format_called
 from saccade.kv.sequence_states import EVERY
 from saccade.kv.states import StatePool
 from saccade.kv.tier import Tier
-from saccade.machine import available_bytes, folder_and_size, parse_bytes
+from saccade.machine import available_bytes, folder_and_size, parse_bytes, show_bytes
 from saccade.models.loader import LoadedModel
 from saccade.ops import debug
 from saccade.ops.movers import row_mover
@@ -94,5 +96,11 @@ def _state_pool(config: EngineConfig, model: LoadedModel, memory: int, max_model
         raise CapacityError(
             f"kv_memory={shown(config.kv_memory)}: a quarter of it holds {slots} states of {format.nbytes} bytes, "
             f"which layers that keep one take; give at least {4 * LEAST_STATES * format.nbytes} bytes"
+        )
+    if slots <= config.max_requests:
+        warnings.warn(
+            f"max_requests={config.max_requests} is lowered to {slots - 1}: each request that runs has a state of "
+            f"{show_bytes(format.nbytes)}, and all of them a quarter of kv_memory; raise that",
+            stacklevel=3,
         )
     return StatePool(format, slots, model.device)

@@ -11,8 +11,7 @@ from tiny_models import make_checkpoint, one_thread, oracle, oracle_logits, rand
 
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, PolicyError
-from saccade.kv.sequence_states import SequenceStates
-from saccade.kv.states import StateFormat, StatePart, StatePool
+from saccade.kv.states import StatePool
 from saccade.methods.policy import Policy
 
 FAST = ("lfm2", "qwen3_5_text")
@@ -302,41 +301,3 @@ def test_what_is_refused_says_why(pair, llm):
             llm.generate(random_ids(5, seed=1), GREEDY, policy=policy)
     with pytest.raises(CapacityError, match="a quarter of it holds"):
         pair.llm(kv_memory=4 * pair.llm().model.spec.states.nbytes)
-
-
-FORMAT = StateFormat(2, (StatePart("conv0", (3,), torch.float32),))
-
-
-def test_the_least_useful_snapshot_goes_first():
-    pool = StatePool(FORMAT, 3)
-    one, other = SequenceStates(pool), SequenceStates(pool)
-
-    def run(states: SequenceStates, start: int, stop: int, keep: bool = True) -> None:
-        states.pin(start)
-        states.begin(start)
-        pool.tensors["conv0"][:, states.slot] += stop - start
-        states.end(stop, stop - start, keep)
-
-    run(one, 0, 100)
-    run(one, 100, 110)
-    one.rest()
-    assert one.snapshots == (100, 110)
-    run(other, 0, 50)  # the third slot
-    run(other, 50, 60)  # takes that after 110 tokens: 10 would be computed again, of the others 100 and 50
-    assert (one.snapshots, pool.given_up) == ((100,), 1)
-    assert pool.tensors["conv0"][0, other.slot].tolist() == [60.0] * 3
-    assert 110 not in one
-    assert 100 in one
-    assert one.save(100)["conv0"].tolist() == [[100.0] * 3] * 2
-    one.truncate(99)
-    other.truncate(0)
-    assert pool.used == 0
-
-
-def test_all_states_in_use_is_an_error():
-    pool = StatePool(FORMAT, 1)
-    one, other = SequenceStates(pool), SequenceStates(pool)
-    one.pin(0)
-    one.begin(0)
-    with pytest.raises(CapacityError, match="all 1 states are in use"):
-        other.begin(0)
