@@ -364,6 +364,21 @@ def test_random_configs(seed, tmp_path):
             pair.check(edited, session.complete(edited, GREEDY))
 
 
+def test_heads_of_256_twelve_to_a_kv_head(tmp_path):
+    """Qwen3.5's attention: what kernels read under each kind of method is what torch reads."""
+    sizes = {"head_dim": 256, "num_attention_heads": 24, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    kinds = ["linear_attention", "full_attention"]
+    pair = Pair(make_checkpoint("qwen3_5_text", tmp_path / "model", **sizes, layer_types=kinds))
+    ids = random_ids(150, seed=1)
+    with pair.llm() as llm, pair.llm(backend="reference") as torchs:
+        pair.check(ids, llm.generate(ids, GREEDY)[0])
+        for policy in ("topk(k=24)", "psa(epsilon=0.4, block_size=16, microbatch=1)", "cis(k=16, sinks=2, local=8)"):
+            ours, theirs = (one.generate(ids, GREEDY, policy=policy)[0] for one in (llm, torchs))
+            assert ours.error is None, ours.error
+            assert tokens(ours) == tokens(theirs)
+            assert all(name.startswith("cpu") for name in ours.report["decode"]["backends"])
+
+
 def test_what_is_refused_says_why(pair, llm):
     for policy in ("lossless", "psaw", "etf"):
         with pytest.raises(PolicyError, match="layers that keep a state"):
