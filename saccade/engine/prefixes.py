@@ -265,11 +265,11 @@ class PrefixCache:
                     donor, length = other, can
                 if can == reach:
                     return Found(donor, length, later)
-                computes = other.sequence is not None and other.sequence.turn in running
-                if computes and self.pool.states is not None:  # what a prompt leaves is there at its end
-                    computes = other.kv.length < other.sequence.spans[0].stop
-                if alike > later and computes:
-                    later = max(later, min(alike, self._whole(span, other.sequence.spans[0].stop)))
+                turn = other.sequence if other.sequence is not None and other.sequence.turn in running else None
+                if turn is not None and self.pool.states is not None and other.kv.length >= turn.spans[0].stop:
+                    turn = None  # what a prompt leaves is there by its end
+                if alike > later and turn is not None:
+                    later = max(later, min(alike, self._whole(span, turn.spans[0].stop)))
 
     def _held_by_few(self, count: int, place: int) -> bool:
         """Whether at most ``count`` prefixes hold a block."""
