@@ -127,7 +127,8 @@ def test_samples_of_one_prompt(pair, caching):
 
 def test_preempted_requests_compute_again(pair, llm, monkeypatch):
     monkeypatch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, 6, device))
-    llm = pair.llm(kv_memory=6 * llm.pool.states.format.nbytes + 24 * llm.pool.format.block_bytes)
+    blocks = 24 * llm.model.spec.layers
+    llm = pair.llm(kv_memory=6 * llm.pool.states.format.nbytes + blocks * llm.pool.format.block_bytes)
     prompts = [random_ids(90, seed=number) for number in range(5)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1))
     assert sum(output.report["preemptions"] for output in outputs) > 0

@@ -41,8 +41,8 @@ def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     model, facts = load_model(folder), described(config_alone(folder, tmp_path / "alone"))
     spec, here = model.spec, facts_of(folder)
     assert isinstance(facts, ModelFacts)
-    states = 0 if spec.states is None else spec.states.layers
-    assert (facts.layers, facts.heads, facts.kv_heads) == (spec.layers + states, spec.heads, spec.kv_heads)
+    assert (facts.layers, facts.heads, facts.kv_heads) == (model.runner.depth, spec.heads, spec.kv_heads)
+    assert len(facts.layer_windows) == spec.layers
     assert facts.state_bytes == (0 if spec.states is None else spec.states.nbytes)
     assert (facts.head_dim, facts.layer_windows, facts.context) == (spec.head_dim, spec.windows, spec.max_position)
     assert facts.weight_bytes == here.weight_bytes == sum(one.nbytes for one in model.runner.weights.values())
