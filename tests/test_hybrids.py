@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from covering import quick
+from covering import quick, thorough
 from engine_helpers import finish, start, tokens
 from helpers import MATRIX
 from tiny_models import make_checkpoint, one_thread, oracle, oracle_logits, random_ids  # noqa: F401
@@ -19,7 +19,11 @@ from saccade.methods.policy import Policy
 
 FAST = ("lfm2", "qwen3_5_text")
 OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
-FAMILIES = [*FAST, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)]
+FAMILIES = quick((*FAST, *OTHERS), lambda one: one in FAST)
+# Of a test that takes longer, or hangs on the engine more than on the family.
+costly = pytest.mark.parametrize(
+    "pair", quick((*FAST, *OTHERS), lambda one: one == FAST[0]), indirect=True, scope="module"
+)
 ANSWER = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=1)
 
@@ -116,6 +120,7 @@ def test_a_cancelled_turn_leaves_nothing(pair, llm):
         assert output.report["recomputed_tokens"] == 0
 
 
+@costly
 @pytest.mark.parametrize("caching", [False, True])
 def test_samples_of_one_prompt(pair, caching):
     llm, ids = pair.llm(enable_prefix_caching=caching), random_ids(50, seed=5)
@@ -125,6 +130,7 @@ def test_samples_of_one_prompt(pair, caching):
     assert len(set(answers)) > 1
 
 
+@costly
 def test_preempted_requests_compute_again(pair, llm, monkeypatch):
     monkeypatch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, 6, device))
     blocks = 24 * llm.model.spec.layers
@@ -167,6 +173,7 @@ def test_a_saved_session_has_its_state(pair, llm, tmp_path):
         assert output.report["cached_tokens"] == len(said) - 1
 
 
+@costly
 def test_a_named_session_has_its_state(pair, tmp_path):
     first, second = random_ids(45, seed=7), random_ids(12, seed=8)
     options = {"session_dir": tmp_path / "sessions"}
@@ -178,6 +185,7 @@ def test_a_named_session_has_its_state(pair, tmp_path):
         assert output.report["recomputed_tokens"] == 0
 
 
+@costly
 def test_few_states_serve_many_sessions(pair, monkeypatch):
     """Three states in all: sessions take them from each other, and say that they computed again."""
     monkeypatch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, 3, device))
@@ -218,6 +226,7 @@ TALKS = [  # dense prefills; states that begin with a prefill, follow it, or evi
 ]
 
 
+@costly
 @pytest.mark.parametrize("policy", TALKS)
 def test_sparse_talks_are_what_they_are_with_room(pair, llm, monkeypatch, policy):
     """Sessions that take states from each other, and an edit in the midst of a prompt, answer as where all is kept and
@@ -240,6 +249,7 @@ def test_sparse_talks_are_what_they_are_with_room(pair, llm, monkeypatch, policy
     assert recomputed > 0
 
 
+@costly
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_step_that_breaks_is_computed_again(pair, llm, monkeypatch, at):
     """Layers before the one that broke have moved their states on: those are thrown away."""
@@ -268,6 +278,7 @@ def test_a_step_that_breaks_is_computed_again(pair, llm, monkeypatch, at):
     assert llm.pool.states.pinned == 0
 
 
+@costly
 def test_audits_leave_states_as_they_were(pair):
     llm, ids = pair.llm(), random_ids(80, seed=9)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, audit_steps=1.0)
@@ -276,6 +287,7 @@ def test_audits_leave_states_as_they_were(pair):
     assert output.report["audit"]["agreement"]["mean"] == 1
 
 
+@costly
 def test_suspended_prefills_keep_their_states(pair):
     llm = pair.llm(max_token_gap=0.001)
     prompts = [random_ids(length, seed=length) for length in (150, 20, 130)]
@@ -283,6 +295,7 @@ def test_suspended_prefills_keep_their_states(pair):
         pair.check(ids, output)
 
 
+@costly
 @pytest.mark.parametrize(
     "policy",
     quick([Policy.parse(case.methods()[0]).text for case in MATRIX], lambda one: one.split("(")[0] in SHOWN),
@@ -344,9 +357,7 @@ def random_config(seed: int) -> tuple[str, dict]:
     return family, sizes
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(one, marks=[pytest.mark.thorough] if one > 1 else []) for one in range(30)]
-)
+@pytest.mark.parametrize("seed", thorough(range(30)))
 def test_random_configs(seed, tmp_path):
     family, sizes = random_config(seed)
     pair = Pair(make_checkpoint(family, tmp_path / "model", seed=seed, **sizes))
@@ -365,6 +376,7 @@ def test_random_configs(seed, tmp_path):
             pair.check(edited, session.complete(edited, GREEDY))
 
 
+@pytest.mark.thorough
 def test_heads_of_256_twelve_to_a_kv_head(tmp_path):
     """Qwen3.5's attention: what kernels read under each kind of method is what torch reads."""
     sizes = {"head_dim": 256, "num_attention_heads": 24, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -380,6 +392,7 @@ def test_heads_of_256_twelve_to_a_kv_head(tmp_path):
             assert all(name.startswith("cpu") for name in ours.report["decode"]["backends"])
 
 
+@costly
 def test_what_is_refused_says_why(pair, llm):
     for policy in ("lossless", "psaw", "etf"):
         with pytest.raises(PolicyError, match="layers that keep a state"):
