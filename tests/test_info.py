@@ -97,6 +97,26 @@ def test_published_models(tmp_path):
     assert gemma.kv_bytes(131072) == 4 * 256 * 2 * 2 * (5 * 131072 + 29 * 1024)
 
 
+def test_a_published_hybrid(tmp_path):
+    """Qwen3.5-27B: a layer of four attends, others keep 48 matrices of 128 x 128 in float32 and four columns of a
+    convolution over queries, keys and values."""
+    text = {
+        "model_type": "qwen3_5_text", "head_dim": 256, "hidden_size": 5120, "intermediate_size": 17408,
+        "linear_num_value_heads": 48, "num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4,
+        "max_position_embeddings": 262144, "vocab_size": 248320,
+    }  # fmt: skip
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    facts = described(written(tmp_path, {**config, "dtype": "bfloat16", "tie_word_embeddings": False}))
+    assert facts.parameters == pytest.approx(26.9e9, rel=1e-3)
+    assert (facts.layers, facts.state_layers, len(facts.layer_windows)) == (64, 48, 16)
+    assert facts.token_bytes == 16 * 2 * 4 * 256 * 2
+    assert facts.state_bytes == 48 * (48 * 128 * 128 * 4 + (2 * 16 * 128 + 48 * 128) * 4 * 2)
+    assert facts.kv_bytes(1000) == 1000 * facts.token_bytes
+    read = facts.step_bytes + 2 * facts.state_bytes  # states are written, too
+    kept = 131072 * facts.token_bytes
+    assert facts.gain(131072, 0.05) == pytest.approx((read + kept) / (read + 0.05 * kept))
+
+
 def test_quantised_configs(tmp_path):
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
     facts = described(written(tmp_path / "awq", {**LLAMA_8B, "quantization_config": awq}))

@@ -121,11 +121,13 @@ def table(facts: ModelFacts) -> list[str]:
             f"{one['share_of_step']:>10.1%} {one['limit']:>11.2f}x{beyond}"
         )
     half = facts.half_at
+    weights = show_bytes(facts.step_bytes)
+    states = f", its states ({show_bytes(facts.state_bytes)}), which it writes" if facts.state_bytes else ""
     when = "attention is never half of it" if half is None else f"attention is half of it at {half:,} tokens"
     return [
         *lines,
         "",
-        f"A decode step of one sequence reads {show_bytes(facts.step_bytes)} of weights, and its keys and values:",
+        f"A decode step of one sequence reads {weights} of weights{states}, and its keys and values:",
         f"{when} (with n sequences at once, at an n-th of that each).",
         "The limit is of bytes alone: how many times fewer are read where layers without a window read",
         f"{READ:.0%} of their keys and values, and choosing costs nothing.",

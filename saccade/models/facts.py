@@ -168,7 +168,8 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = configured_windows(family, config)
     keeps = bool(keeping_layers(family, config))
-    states = KeepingLayers(model.get_decoder().layers, family, config).format if keeps else None
+    with quiet_transformers():
+        states = KeepingLayers(model.get_decoder().layers, family, config).format if keeps else None
     whole = checkpoint.whole["model_type"]
     return ModelFacts(
         path=folder if header is None else header.path,
