@@ -10,6 +10,7 @@ import torch
 from covering import quick, thorough
 from engine_helpers import finish, start, tokens
 from helpers import MATRIX
+from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, one_thread, oracle, oracle_logits, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
@@ -375,6 +376,19 @@ def test_random_configs(seed, tmp_path):
             session.generate(prompts[0], GREEDY)
             edited = session.token_ids[:50] + random_ids(20, seed=seed)
             pair.check(edited, session.complete(edited, GREEDY))
+
+
+def test_layers_that_draft_ahead_are_left_out(tmp_path):
+    """Qwen's checkpoints have some, beside the model."""
+    folder = make_checkpoint("qwen3_5_text", tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(3, 5)}, file, metadata={"format": "pt"})
+    pair = Pair(folder)
+    with pair.llm() as llm:
+        ids = random_ids(20, seed=1)
+        pair.check(ids, llm.generate(ids, GREEDY)[0])
+    with pair.llm(quantize="int8") as llm:
+        assert llm.generate(ids, GREEDY)[0].error is None
 
 
 @pytest.mark.thorough

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from saccade.engine.step import ScheduledRequest
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from saccade.engine.memory import SequenceMemory
 
 
-def begin(scheduled: Iterable[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True) -> None:
+def begin(scheduled: Sequence[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True) -> None:
     """The rows of a step are about to be computed, ``at_once`` or with others' steps in between. SaccadeError where no
     state stands before one's."""
+    if not scheduled or memories[scheduled[0].sequence_id].kept is None:
+        return
     own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]
     for one, kept in own:  # before any other takes the room of a snapshot
         kept.pin(one.start)

@@ -201,6 +201,8 @@ class Scheduler:
 
     def _resume(self, request: Request) -> None:
         """Have a request go on where the states of its model's layers stand; what it had beyond is computed again."""
+        if self.pool.states is None:
+            return
         lost = request.sequence.resume(self.chunk)
         if lost:
             report = request.report
