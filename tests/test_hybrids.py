@@ -208,6 +208,37 @@ def test_few_states_serve_many_sessions(pair, monkeypatch):
     assert llm.pool.states.used == 0
 
 
+@costly
+def test_a_crowd_in_little_room_answers_as_alone(pair, llm, monkeypatch):
+    """Documents, questions about them, cancellations, preemptions, and four states for all of it."""
+    monkeypatch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, 4, device))
+    room = 4 * llm.pool.states.format.nbytes + 26 * llm.model.spec.layers * llm.pool.format.block_bytes
+    few, rng = (
+        pair.llm(kv_memory=max(room, 33 * llm.pool.states.format.nbytes), enable_prefix_caching=True),
+        random.Random(1),
+    )
+    documents = [random_ids(length, seed=length) for length in (70, 100, 133)]
+    asked = []
+    for number in range(24):
+        document = rng.choice(documents)
+        ids = document[: rng.choice((len(document), 60))] + random_ids(rng.randrange(1, 30), seed=number)
+        asked.append(start(few, ids, GREEDY))
+        for _ in range(rng.randrange(4)):
+            few.engine.step()
+        if rng.random() < 0.2:
+            few.engine.cancel(rng.choice(asked))
+    finish(few.engine)
+    answered = [one for one in asked if one.finish_reason == "length"]
+    assert len(answered) > 12
+    for one in answered:
+        logits = oracle_logits(pair.theirs, one.prompt + one.final_ids)[len(one.prompt) - 1 : -1]
+        assert len(one.final_ids) == ANSWER
+        assert (logits.gather(1, torch.tensor(one.final_ids)[:, None])[:, 0] >= logits.amax(-1) - 2e-4).all()
+    assert sum(one.report.cached_tokens for one in answered) > 0
+    few.reset_prefix_cache()
+    assert (few.pool.states.used, few.pool.used_blocks) == (0, 0)
+
+
 SHOWN = ("psa", "cis", "infinigen", "flexprefill", "lossless")  # methods of the quick suite
 SPARSE = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
 TALKS = [  # dense prefills; states that begin with a prefill, follow it, or evict; chunks that choose
