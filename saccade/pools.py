@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from saccade.engine.config import PROFILE, EngineConfig
@@ -11,12 +13,16 @@ from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.row_formats import AUTO, format_called
+from saccade.kv.sequence_states import EVERY
+from saccade.kv.states import StatePool
 from saccade.kv.tier import Tier
-from saccade.machine import available_bytes, folder_and_size, parse_bytes
+from saccade.machine import available_bytes, folder_and_size, parse_bytes, show_bytes
 from saccade.models.loader import LoadedModel
 from saccade.ops import debug
 from saccade.ops.movers import row_mover
 from saccade.profiling import MemoryProfile, profile
+
+LEAST_STATES = 2  # of a request that runs: its own, and one to go back to or to copy it to
 
 
 def make_pool(
@@ -36,13 +42,17 @@ def make_pool(
     found = None
     if isinstance(config.kv_memory, str) and config.kv_memory == PROFILE:
         found = profile(config, model, layout, max_model_len)
-        blocks = min(useful, found.kv // per_block)
+        memory = found.kv
     elif config.kv_memory is None:
         on_gpu = model.device.type == "cuda"
         free = 0.85 * torch.cuda.mem_get_info(model.device)[0] if on_gpu else 0.4 * available_bytes()
-        blocks = min(useful, int(free) // per_block)
+        memory = int(free)
     else:
-        blocks = parse_bytes(config.kv_memory) // per_block
+        memory = parse_bytes(config.kv_memory)
+    kept = None if spec.states is None else _state_pool(config, model, memory, max_model_len)
+    blocks = (memory - (0 if kept is None else kept.nbytes)) // per_block
+    if found is not None or config.kv_memory is None:
+        blocks = min(useful, blocks)
     if blocks < layers:
         raise CapacityError(
             f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
@@ -61,7 +71,7 @@ def make_pool(
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)
     else:
-        return BlockManager(storage, layers), found
+        return BlockManager(storage, layers, states=kept), found
     pool = BlockManager(
         storage,
         layers,
@@ -70,5 +80,27 @@ def make_pool(
         replacement=config.kv_replacement,
         debug=debug.ON,
         layers_apart=config.kv_pool == "per_layer",
+        states=kept,
     )
     return pool, found
+
+
+def _state_pool(config: EngineConfig, model: LoadedModel, memory: int, max_model_len: int) -> StatePool:
+    """The states of layers that keep one, in at most a quarter of ``memory``, and no more than sequences of full length
+    take with all their snapshots. CapacityError where that does not hold what a request takes."""
+    format = model.spec.states
+    assert format is not None, "no layer keeps a state"
+    useful = config.max_requests * (3 + max_model_len // EVERY) + 1
+    slots = min(useful, memory // 4 // format.nbytes)
+    if slots < LEAST_STATES:
+        raise CapacityError(
+            f"kv_memory={shown(config.kv_memory)}: a quarter of it holds {slots} states of {format.nbytes} bytes, "
+            f"which layers that keep one take; give at least {4 * LEAST_STATES * format.nbytes} bytes"
+        )
+    if slots <= config.max_requests:
+        warnings.warn(
+            f"max_requests={config.max_requests} is lowered to {slots - 1}: each request that runs has a state of "
+            f"{show_bytes(format.nbytes)}, and all of them a quarter of kv_memory; raise that",
+            stacklevel=3,
+        )
+    return StatePool(format, slots, model.device)

@@ -20,6 +20,7 @@ from saccade.engine.core import Engine
 from saccade.engine.params import SamplingParams
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv.states import StatePool
 from saccade.machine import available_bytes, parse_bytes, peak_bytes, reset_peak, resident_bytes, show_bytes
 from saccade.methods.policy import Policy
 from saccade.models.loader import LoadedModel
@@ -72,7 +73,9 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     storage = KVStorage(layout, blocks * model.spec.layers, device, row_mover(device))
     storage.k.zero_()  # so that its memory is there before the run
     storage.v.zero_()
-    pool = BlockManager(storage, model.spec.layers)
+    kept = model.spec.states
+    states = None if kept is None else StatePool(kept, config.max_requests + 1, device)
+    pool = BlockManager(storage, model.spec.layers, states=states)
     exact = model.spec.dtype == torch.float32 if config.exact is None else config.exact
     before, known = _taken(device), _begin(device)
     try:
@@ -84,7 +87,7 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
             f"kv_memory={PROFILE!r}: the profiling run failed ({str(error).splitlines()[0]}); give kv_memory in bytes"
         ) from error
     steps = max(0, _peak(device) - before)
-    del pool, storage
+    del pool, storage, states
     _end(device)
     share = SHARE["cuda" if device.type == "cuda" else "cpu"]
     left = math.floor(share * free) - steps

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.models.interface import LayerAttention, Segment
+from saccade.models.interface import LayerAttention, Segment, StateRows
 from saccade.models.runner import HFRunner
 
 
@@ -16,6 +16,18 @@ class DenseStore:
 
     def __init__(self) -> None:
         self.cache: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.slots: dict[str, int] = {}  # of the states of layers that keep one
+        self.states: dict[str, Tensor] = {}
+
+    def rows(self, runner: HFRunner, sequences: Sequence[str]) -> StateRows | None:
+        """Where a pass over ``sequences`` finds their states."""
+        if runner.keeping is None:
+            return None
+        if not self.states:
+            self.states = runner.keeping.format.empty(8, runner.device)
+            for part in self.states.values():
+                part.zero_()
+        return StateRows(self.states, [self.slots.setdefault(name, len(self.slots)) for name in sequences])
 
     def length(self, sequence: str) -> int:
         layers = self.cache.get(sequence)
@@ -85,6 +97,7 @@ def run_packed(
         DensePass(store, list(batch), segments),
         segments=segments,
         logit_rows=torch.arange(start),
+        states=store.rows(runner, list(batch)),
     )
     return {name: logits[s.start : s.start + s.length] for name, s in zip(batch, segments, strict=True)}
 

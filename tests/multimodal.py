@@ -26,7 +26,13 @@ _TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": {**_MROPE, "mrope_section": [1, 2, 3]}},
     "qwen3_vl": {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
 }
-_OF_TEXT = {"gemma3": "gemma3_text", "mistral3": "mistral", "exaone4_5": "exaone4"}
+_OF_TEXT = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "exaone4_5": "exaone4",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 LAYOUTS = {
     "qwen2_vl": ("model.", "lm_head.", "visual."),
     "qwen2_5_vl": ("model.", "lm_head.", "visual."),

@@ -20,7 +20,7 @@ from saccade.models.families import FAMILIES
 from saccade.models.loader import load_model
 from saccade.models.text_part import WRAPPERS
 
-QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm")
+QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm", "lfm2", "qwen3_5_text")
 
 
 def config_alone(folder: Path, to: Path) -> Path:
@@ -41,7 +41,9 @@ def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     model, facts = load_model(folder), described(config_alone(folder, tmp_path / "alone"))
     spec, here = model.spec, facts_of(folder)
     assert isinstance(facts, ModelFacts)
-    assert (facts.layers, facts.heads, facts.kv_heads) == (spec.layers, spec.heads, spec.kv_heads)
+    assert (facts.layers, facts.heads, facts.kv_heads) == (model.runner.depth, spec.heads, spec.kv_heads)
+    assert len(facts.layer_windows) == spec.layers
+    assert facts.state_bytes == (0 if spec.states is None else spec.states.nbytes)
     assert (facts.head_dim, facts.layer_windows, facts.context) == (spec.head_dim, spec.windows, spec.max_position)
     assert facts.weight_bytes == here.weight_bytes == sum(one.nbytes for one in model.runner.weights.values())
     assert (facts.parameters, facts.weights_here, here.weights_here) == (here.parameters, False, True)
@@ -93,6 +95,26 @@ def test_published_models(tmp_path):
     assert gemma.parameters == pytest.approx(3.88e9, rel=1e-3)
     assert [gemma.layer_windows.count(one) for one in (None, 1024)] == [5, 29]
     assert gemma.kv_bytes(131072) == 4 * 256 * 2 * 2 * (5 * 131072 + 29 * 1024)
+
+
+def test_a_published_hybrid(tmp_path):
+    """Qwen3.5-27B: a layer of four attends, others keep 48 matrices of 128 x 128 in float32 and four columns of a
+    convolution over queries, keys and values."""
+    text = {
+        "model_type": "qwen3_5_text", "head_dim": 256, "hidden_size": 5120, "intermediate_size": 17408,
+        "linear_num_value_heads": 48, "num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4,
+        "max_position_embeddings": 262144, "vocab_size": 248320,
+    }  # fmt: skip
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    facts = described(written(tmp_path, {**config, "dtype": "bfloat16", "tie_word_embeddings": False}))
+    assert facts.parameters == pytest.approx(26.9e9, rel=1e-3)
+    assert (facts.layers, facts.state_layers, len(facts.layer_windows)) == (64, 48, 16)
+    assert facts.token_bytes == 16 * 2 * 4 * 256 * 2
+    assert facts.state_bytes == 48 * (48 * 128 * 128 * 4 + (2 * 16 * 128 + 48 * 128) * 4 * 2)
+    assert facts.kv_bytes(1000) == 1000 * facts.token_bytes
+    read = facts.step_bytes + 2 * facts.state_bytes  # states are written, too
+    kept = 131072 * facts.token_bytes
+    assert facts.gain(131072, 0.05) == pytest.approx((read + kept) / (read + 0.05 * kept))
 
 
 def test_quantised_configs(tmp_path):
@@ -200,6 +222,7 @@ def test_files_that_are_broken_are_errors(tmp_path):
 # What a reason says, and what else of transformers' model shows that it is true.
 REASONS = {
     "recurrent, convolutional": lambda shown: shown.keeps_state() or "ShortConv(" in shown.source(),
+    "has no full_attention": lambda shown: "full_attention" not in shown.text.layer_types,
     "multi-head latent attention": lambda shown: shown.latent(),
     "keys and values shared": lambda shown: shown.shares_keys(),
     "heads of two sizes": lambda shown: len(shown.head_sizes()) > 1,

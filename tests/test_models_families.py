@@ -57,10 +57,16 @@ VARIANTS = [
     ("qwen3_moe-window", "qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
     ("smollm3-window", "smollm3", {"use_sliding_window": True, "sliding_window": 7}),
     ("gemma2-no-caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("granitemoehybrid-unrotated", "granitemoehybrid", {"position_embedding_type": None}),
     ("phi3-partial-rope", "phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
 ]
 CASES = [(family, family, {}) for family in CONFIGS] + VARIANTS
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+KEPT = {"rtol": 1e-4, "atol": 1e-4}  # of models with a state, which sum in another order where rows are cut otherwise
+
+
+def close(ours) -> dict[str, float]:
+    return CLOSE if ours.spec.states is None else KEPT
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[label for label, _, _ in CASES])
@@ -81,7 +87,7 @@ def test_whole_prompt_logits(pair):
     ids = random_ids(40, seed=1)
     logits = run_packed(ours.runner, DenseStore(), {"a": ids})["a"]
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, oracle_logits(theirs, ids), **CLOSE)
+    torch.testing.assert_close(logits, oracle_logits(theirs, ids), **close(ours))
 
 
 def test_the_check_has_teeth(pair):
@@ -115,7 +121,7 @@ def test_chunked_prefill_ragged_batch_and_second_turn(pair):
         pieces[name].append(logits)
         whole[name] = whole[name] + turns[name]
     for name, ids in whole.items():
-        torch.testing.assert_close(torch.cat(pieces[name]), oracle_logits(theirs, ids), **CLOSE)
+        torch.testing.assert_close(torch.cat(pieces[name]), oracle_logits(theirs, ids), **close(ours))
 
 
 def test_greedy_tokens_equal_generate(pair):
@@ -151,4 +157,4 @@ def test_logit_rows_choose_rows_before_the_head(pair):
         segments=segments,
         logit_rows=torch.tensor([9, 3]),
     )
-    torch.testing.assert_close(logits, oracle_logits(theirs, ids)[[9, 3]], **CLOSE)
+    torch.testing.assert_close(logits, oracle_logits(theirs, ids)[[9, 3]], **close(ours))

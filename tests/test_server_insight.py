@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from engine_helpers import BLOCK_BYTES, make
 from server_helpers import FAR, FAR_BLOCKS, GREEDY, error, serving
 
 from saccade.engine.messages import EngineStatistics
 from saccade.errors import SaccadeError
+from saccade.kv.states import StateFormat, StatePart, StatePool
 from saccade.methods.policy import Policy
 from saccade.server import metrics
 from saccade.server.keys import Key, KeyRing, digest
@@ -367,4 +369,22 @@ def test_recorded_steps_are_shown_where_there_are_any():
         return {one.name: one.samples[0].value for one in found if one.samples and "recorded" in one.name}
 
     assert shown((3, 64)) == {"saccade:recorded_steps": 3, "saccade:recorded_steps_max": 64}
+    assert shown(None) == {}
+
+
+def test_states_are_shown_of_models_that_keep_some():
+    def shown(states) -> dict[str, float]:
+        engine = SimpleNamespace(statistics=lambda: EngineStatistics(0, 0, 0, 8, 0, states=states))
+        found = metrics._Engine(engine, "tiny").collect()
+        return {one.name: one.samples[0].value for one in found if "layer_states" in one.name}
+
+    pool = StatePool(StateFormat(2, (StatePart("conv0", (3,), torch.float32),)), 5)
+    pool.take()
+    assert shown(pool.numbers()) == {
+        "saccade:layer_states_slots": 5,
+        "saccade:layer_states_in_use": 1,
+        "saccade:layer_states_snapshots": 0,
+        "saccade:layer_states_given_up": 0,
+        "saccade:layer_states_bytes": 5 * 2 * 3 * 4,
+    }
     assert shown(None) == {}

@@ -45,6 +45,23 @@ _BASE: dict[str, Any] = {
 _ALTERNATE = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_DELTA = {  # three heads of values to one of keys
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_PARTIAL = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+
 REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "glm4", "smollm3", "granite")
 
 # What each family sets beyond the base, chosen so that every per-family step changes the logits.
@@ -136,6 +153,60 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE},
     "seed_oss": {"head_dim": 16},
     "starcoder2": {"sliding_window": 7},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+        "use_expert_bias": True,
+        **_MOE,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "position_embedding_type": "rope",
+        **_MAMBA,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.5,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+        **_MAMBA,
+    },
+    "qwen3_next": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+        **_DELTA,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **_MOE,
+    },
+    "qwen3_5_text": {"rope_parameters": _PARTIAL, **_DELTA},
+    "qwen3_5_moe_text": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        "rope_parameters": _PARTIAL,
+        **_DELTA,
+        **_MOE,
+    },
 }
 
 

@@ -66,6 +66,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
     stored = facts.weight_bytes
     formats = ", ".join(f"{name} {show_bytes(count)}" for name, count in facts.formats.items())
     sizes = sorted({window for window in facts.layer_windows if window is not None})
+    states = f", {facts.state_layers} of them keep a state" if facts.state_layers else ""
     windows = f", {facts.windows} of them over a window of {' and '.join(f'{one:,}' for one in sizes)}" if sizes else ""
     room = f"{show_bytes(free)} free here: "
     if fits == facts.context:
@@ -79,7 +80,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "family": family,
         "runs here": f"yes, layers {'in one loop' if facts.own_loop else 'by transformers'}",
         "parameters": f"{facts.parameters / 1e6:,.1f} million",
-        "layers": f"{facts.layers}{windows}",
+        "layers": f"{facts.layers}{states}{windows}",
         "heads": f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
         "context": f"{facts.context:,} tokens",
         "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
@@ -88,20 +89,22 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
         "keys and values": f"{show_bytes(facts.token_bytes)} a token",
+        **({"states": f"{show_bytes(facts.state_bytes)} a sequence"} if facts.state_layers else {}),
         "memory": room,
     }
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:
-    """Memory for keys and values at lengths of context, what a decode step of one sequence reads of them by the layers'
-    windows, its share of all that is read, and how many times fewer bytes are read where layers without a window read
-    ``READ`` of theirs."""
+    """Memory for keys, values and states at lengths of context, what a decode step of one sequence reads of keys and
+    values by the layers' windows, their share of all that is read, and how many times fewer bytes are read where layers
+    without a window read ``READ`` of theirs."""
     return [
         {
             "tokens": tokens,
-            "memory": tokens * facts.token_bytes,
+            "memory": tokens * facts.token_bytes + facts.state_bytes,
             "kv_bytes": facts.kv_bytes(tokens),
-            "share_of_step": facts.kv_bytes(tokens) / (facts.kv_bytes(tokens) + facts.step_bytes),
+            "share_of_step": facts.kv_bytes(tokens)
+            / (facts.kv_bytes(tokens) + facts.step_bytes + 2 * facts.state_bytes),
             "limit": facts.gain(tokens, READ),
         }
         for tokens in LENGTHS
@@ -118,11 +121,13 @@ def table(facts: ModelFacts) -> list[str]:
             f"{one['share_of_step']:>10.1%} {one['limit']:>11.2f}x{beyond}"
         )
     half = facts.half_at
+    weights = show_bytes(facts.step_bytes)
+    states = f", its states ({show_bytes(facts.state_bytes)}), which it writes" if facts.state_bytes else ""
     when = "attention is never half of it" if half is None else f"attention is half of it at {half:,} tokens"
     return [
         *lines,
         "",
-        f"A decode step of one sequence reads {show_bytes(facts.step_bytes)} of weights, and its keys and values:",
+        f"A decode step of one sequence reads {weights} of weights{states}, and its keys and values:",
         f"{when} (with n sequences at once, at an n-th of that each).",
         "The limit is of bytes alone: how many times fewer are read where layers without a window read",
         f"{READ:.0%} of their keys and values, and choosing costs nothing.",

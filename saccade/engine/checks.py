@@ -11,6 +11,7 @@ from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
+from saccade.methods.verified import Verified
 from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Checks:
         """Raise PolicyError for a policy that this model cannot run."""
         check_policy(self.ranks, policy)
         freeze = policy.freeze
+        if self.pool.states is not None:
+            check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
             raise PolicyError(
                 f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
@@ -119,6 +122,19 @@ class Checks:
             ]
         window, said = window.calibrated(layers)
         return replace(policy, window=window), said
+
+
+def check_kept(policy: Policy, family: str) -> None:
+    """PolicyError for what layers that keep a state cannot follow."""
+    why = None
+    if policy.freeze is not None:
+        why = f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token"
+    elif policy.window is not None:
+        why = f"'{policy.window.text}' narrows windows layer by layer, as models do whose layers all attend"
+    elif isinstance(policy.decode, Verified):
+        why = f"'{policy.decode.name}' takes back tokens that it guessed, which a state cannot"
+    if why is not None:
+        raise PolicyError(f"{why}: {family} has layers that keep a state; leave it out of policy={policy.text!r}")
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

@@ -44,9 +44,10 @@ class EngineConfig:
     ``fp8_reference``: the same numbers by slow torch operations, anywhere. ``lora``: a folder of a LoRA adapter that is
     added to the weights as they load (docs/models.md). ``max_model_len``: most tokens of one
     sequence, the model's own limit by default.
-    ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
-    a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
-    (profiling.py). ``kv_host``: bytes of host memory where keys and
+    ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values, at most a quarter of it for states of layers
+    that keep one (docs/models.md); by default 40 % of the free memory (85 % on a GPU), at most what ``max_requests``
+    full-length sequences need; ``"profile"``: what a profiling run leaves (profiling.py).
+    ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored: ``auto``, in the model's
     dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/adding-a-kv-format.md).

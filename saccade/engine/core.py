@@ -35,6 +35,7 @@ from saccade.engine.token_gap import TokenGap
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence_states import EVERY
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
 from saccade.ops import fa4
@@ -82,17 +83,19 @@ class Engine:
             else FirstRank(link, model.runner, setting, exact)
         )
         memories = self.worker.memories
+        states = pool.states
         self.prefixes: PrefixCache | None = None
         if config.enable_prefix_caching:
             self.prefixes = PrefixCache(pool, memories, config.chunk, model.runner.rope_regime)
         on_gpu, seconds = device is not None and device.type == "cuda", config.token_gap
-        gap = None if seconds is None else TokenGap(seconds, exact, self.layers, on_gpu)
+        gap = None if seconds is None else TokenGap(seconds, exact, getattr(model.runner, "depth", self.layers), on_gpu)
         self.scheduler = Scheduler(
             pool,
             chunk=config.chunk,
-            dense_chunk=config.dense_chunk,
+            dense_chunk=config.dense_chunk if states is None else min(config.dense_chunk, EVERY),
             max_batch_rows=config.dense_chunk + config.max_requests,
-            max_requests=config.max_requests,
+            # Each that runs has a state, and one more room is there to copy it.
+            max_requests=min(config.max_requests, config.max_requests if states is None else states.slots - 1),
             prefixes=self.prefixes,
             control=BatchControl(pool, gap),
             drop=self.worker.drop,
@@ -200,6 +203,7 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        request.report.places = self.model.spec.places
         if located is not None:
             request.report.note(located)
         if map_order is not None:

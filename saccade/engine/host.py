@@ -23,6 +23,8 @@ from saccade.models.interface import AheadRows, AttentionContext, FrozenRows, In
 from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
+ONE_BY_ONE = "its backend, or a GPU, has no call for rows of many requests"
+KEEPS = "steps of models with layers that keep a state are not recorded"
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
 
 
@@ -61,7 +63,8 @@ class HostBackend:
         goes_on: bool = False,
     ) -> HostPass:
         """See AttentionBackend. A step runs once, and none is launched ahead."""
-        frozen = frozen_rows(step.scheduled, self.setting.spec.layers, self.setting.watch.wants_all)
+        spec, wants_all = self.setting.spec, self.setting.watch.wants_all
+        frozen = frozen_rows(step.scheduled, spec.layers, wants_all if spec.ends_attending else _all_rows)
         return HostPass(
             self.runner, step, result, self.attend(step, memories, result, frozen), self.setting.watch.logits
         )
@@ -86,7 +89,9 @@ class HostBackend:
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
         if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
-            attention.why_apart = "its backend, or a GPU, has no call for rows of many requests"
+            attention.why_apart = (
+                KEEPS if setting.spec.states is not None and storage is not None and storage.k.is_cuda else ONE_BY_ONE
+            )
         elif frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
             attention.why_apart = "rows before it are frozen in some layers"  # it moves up where they are left out
         else:
@@ -315,3 +320,8 @@ def _earliest(frozen: FrozenRows, layers: int) -> int:
 def batches(rows: RequestRows, q: Tensor) -> bool:
     """Whether rows may be attended with those of other requests that verify as many."""
     return rows.together and q.is_cuda
+
+
+def _all_rows(request: int) -> bool:
+    """That every row's output is read, by layers behind the last that attends."""
+    return True

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.engine.memory_kept import state_rows
 from saccade.engine.observe import LogitsObserver
 from saccade.engine.pass_tokens import take_logits
 from saccade.engine.paths import path_of
@@ -78,6 +79,7 @@ class HostPass:
             "inputs": self.attention.input_rows(),
             "parts": self.attention.parts(),
             "whole": self.attention.whole(),
+            **({} if (states := state_rows(self.attention.rows)) is None else {"states": states}),
         }
 
 

@@ -166,6 +166,7 @@ class AsyncEngine:
             tiers=None if pool.tiers is None else pool.tiers.numbers(),
             bytes_by_tier=pool.bytes_by_tier(),
             graphs=None if device is None else device.kinds.recorded,
+            states=None if pool.states is None else pool.states.numbers(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

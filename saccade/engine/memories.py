@@ -8,7 +8,7 @@ states alone: where a turn or a draft finds them, and whether there are any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class Memories(dict[int, SequenceMemory]):
         before = self.get(target)
         made = self[source].fork(length, None if before is None else before.mark)
         if before is not None:
-            before.kv.free()
+            before.drop()
         self[target] = made
         return made.kv
 
@@ -61,6 +61,27 @@ class Memories(dict[int, SequenceMemory]):
         if not stood:
             self.free(sequence)
         return stood
+
+    def resume(self, sequence: int, stored: int, good: Callable[[int], bool]) -> int:
+        """Let the next step go on after ``stored`` tokens: as many, or where the state of layers that keep one is gone,
+        as stood before it at a ``good`` place. What comes after is forgotten, and what decode methods know."""
+        memory = self[sequence]
+        if memory.kept is None or stored in memory.kept:
+            return stored
+        left = memory.kept.before(stored, good)
+        memory.truncate(left, Cut.RESUMED, stored, False, False)
+        return left
+
+    def state_before(self, sequence: int, length: int, good: Callable[[int], bool]) -> int:
+        """The most tokens, at most ``length``, that others can go on from at a ``good`` place: all ``length`` unless
+        layers keep a state."""
+        kept = self[sequence].kept
+        return length if kept is None else kept.before(length, good)
+
+    def rest(self, sequence: int) -> None:
+        """No step of a sequence follows for now."""
+        if (memory := self.get(sequence)) is not None and memory.kept is not None:
+            memory.kept.rest()
 
     def free(self, sequence: int, closes: bool = False) -> None:
         """Give all blocks back and forget everything; with ``closes``, the sequence too."""
@@ -100,6 +121,13 @@ class Memories(dict[int, SequenceMemory]):
         memory = self[sequence]
         for name, loaded in known.items():
             setattr(memory, name, states.to(loaded, memory.kv.pool.storage.device))
+
+    def load_kept(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        """The states of the model's own layers after ``length`` tokens, if any was stored. SaccadeError for what is
+        none of these layers; CapacityError where all room for states is in use."""
+        kept = self[sequence].kept
+        if kept is not None and parts:
+            kept.load(length, parts)
 
     def filled(self, sequence: int, length: int) -> None:
         """The states that go with ``length`` tokens stored by no step are there."""

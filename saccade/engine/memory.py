@@ -15,6 +15,7 @@ from saccade.engine.carried import Carried, Weighed
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.sequence_states import SequenceStates
 from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
@@ -33,7 +34,7 @@ class Cut(Enum):
     UNSEEN: no state knows of them, or none that is used again. BLOCKS: there are none: only blocks that were reserved
     for more go. REJECTED: they are drafts of the last step, and states were marked after each row of it. DRAFTED: they
     were drafted since states were set aside. BROKEN: they are of a step that broke on the way. TURN: they are of the
-    last turn, or of earlier ones. FORGOTTEN: all states go."""
+    last turn, or of earlier ones. FORGOTTEN: all states go. RESUMED: likewise, and what follows is computed again."""
 
     UNSEEN = auto()
     BLOCKS = auto()
@@ -42,6 +43,7 @@ class Cut(Enum):
     BROKEN = auto()
     TURN = auto()
     FORGOTTEN = auto()
+    RESUMED = auto()
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,15 @@ class SequenceMemory:
     from the beginning of a step to its good end. Who goes on from them compares it with the tokens that are stored:
     where a step broke, some layers have learnt from its rows and others have not.
 
+    ``kept``: the states of the model's own layers that keep one; None where none does.
+
     ``hosted``: the memory that stands for this one while the CPU attends its keys in host memory. While recorded steps
     decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
     gets them back on the host, and the next recorded step opens another."""
 
     def __init__(self, pool: BlockManager) -> None:
         self.kv = SequenceKV(pool)
+        self.kept = None if pool.states is None else SequenceStates(pool.states)
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None
         self._opened_by: Method | None = None
@@ -135,7 +140,10 @@ class SequenceMemory:
 
     @contextmanager
     def without_method(self) -> Iterator[None]:
-        """Within the block no decode method knows anything; afterwards all is known again, on a device too."""
+        """Within the block no decode method knows anything; afterwards all is known again, on a device too, and the
+        states of the model's own layers are what they were."""
+        length = self.kv.length
+        own = None if self.kept is None else self.kept.save(length)
         held = self._states, self._on_device, self._opened_by, self._hosted
         stands, self._hosted = self.stands, None
         self.states = [None] * self.kv.layers
@@ -144,6 +152,8 @@ class SequenceMemory:
         finally:
             self._states, self._on_device, self._opened_by, self._hosted = held
             self.stands = stands
+            if self.kept is not None:
+                self.kept.put_back(length, own)
 
     @property
     def has_state(self) -> bool:
@@ -203,10 +213,12 @@ class SequenceMemory:
         if length is not None:
             made = SequenceMemory(self.kv.pool)
             made.kv, made.stands, made.mark = self.kv.fork(length), length, mark
+            made.kept = None if self.kept is None else self.kept.fork(length)
             return made
         self.states  # noqa: B018  (back on the host, where it can be copied)
         made = copy.copy(self)  # which does not live on the host
         made.kv = self.kv.fork()
+        made.kept = None if self.kept is None else self.kept.fork()
         for name in ("states", "tails", "gone", "watched"):
             setattr(made, name, fork(getattr(self, name)))
         made.history, made.mark = StateHistory(), mark
@@ -235,6 +247,9 @@ class SequenceMemory:
         elif cut is Cut.FORGOTTEN:
             self.forget_method()
             self.mark = None
+        elif cut is Cut.RESUMED:
+            self.forget_method()
+            self.mark = self.mark and TurnMark(self.mark.reached)
         elif cut is Cut.BROKEN:
             if self.stands != stored and ((learns and self.has_state) or self.evicts or self.is_learning):
                 return False  # a state may have seen the step already; it is built again with the keys
@@ -266,6 +281,8 @@ class SequenceMemory:
         no state knows, or none that is used again."""
         self.kv.truncate(length, holds)
         self.stands = length
+        if self.kept is not None:
+            self.kept.truncate(length)
 
     def forget_method(self) -> None:
         """Drop all that decode methods know."""
@@ -278,6 +295,8 @@ class SequenceMemory:
         """Give all blocks back and forget everything."""
         self.weighed = None
         self.kv.free()
+        if self.kept is not None:
+            self.kept.truncate(0)
         self.forget_method()
         self.stands = 0
         self.mark = self.mark and TurnMark(self.mark.reached)

@@ -100,7 +100,8 @@ class EngineStatistics:
     requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
     goes to a tier, what has moved, and the tier's cells, by name.
     ``bytes_by_tier``: of keys and values, those that are taken and those that there are. ``graphs``: on a GPU, how many
-    kinds of step are recorded, and how many may be."""
+    kinds of step are recorded, and how many may be. ``states``: of layers that keep one, how many there are room for,
+    that requests compute with, that are snapshots, and that were given up for others since the engine began."""
 
     running: int
     waiting: int
@@ -112,6 +113,7 @@ class EngineStatistics:
     tiers: dict[str, float] | None = None
     bytes_by_tier: dict[str, list[int]] = field(default_factory=dict)
     graphs: tuple[int, int] | None = None
+    states: dict[str, int] | None = None
 
 
 @dataclass

@@ -82,6 +82,8 @@ class PrefixCache:
     def __init__(self, pool: BlockManager, memories: Memories, chunk: int, rope_regime: Callable[[int], int]) -> None:
         self.pool, self.memories, self.chunk, self.rope_regime = pool, memories, chunk, rope_regime
         self.queries = self.hits = 0
+        if pool.states is not None:
+            pool.states.block = pool.format.block_size
         self.listener: PrefixListener | None = None
         self._holders: dict[int, int] = {}  # prefixes that keep a block, by its hash
         self._size = pool.format.block_size
@@ -128,6 +130,8 @@ class PrefixCache:
             return
         self._forget(donor)
         length = self._usable(donor)
+        if length:
+            length = self._going_on(donor, sequence.spans[0], length)
         if keep and length:
             number = new_sequence_id()
             blocks = self.memories.fork(sequence.id, number, length)
@@ -222,6 +226,11 @@ class PrefixCache:
             stop = span.stop
         return self._whole(first, min(stop, sequence.computed))
 
+    def _going_on(self, donor: _Donor, span: Span, length: int) -> int:
+        """Of ``length`` tokens of a donor, as many as one that computes ``span`` can go on from: where layers keep a
+        state, there has to be a snapshot."""
+        return self.memories.state_before(donor.id, length, lambda at: self._whole(span, at) == at)
+
     def _enter(self, sequence: Sequence) -> _Donor:
         """The sequence as one that lends, too, from now on."""
         donor = self._live.get(sequence)
@@ -257,13 +266,16 @@ class PrefixCache:
                 if other.origin != asking.origin:
                     continue
                 alike = self._whole(span, _alike(other.tokens, asking.tokens, reach))
-                can = min(alike, self._whole(span, self._usable(other)))
+                can = self._going_on(other, span, min(alike, self._whole(span, self._usable(other))))
                 if can > length:
                     donor, length = other, can
                 if can == reach:
                     return Found(donor, length, later)
-                if alike > later and other.sequence is not None and other.sequence.turn in running:
-                    later = max(later, min(alike, self._whole(span, other.sequence.spans[0].stop)))
+                turn = other.sequence if other.sequence is not None and other.sequence.turn in running else None
+                if turn is not None and self.pool.states is not None and other.kv.length >= turn.spans[0].stop:
+                    turn = None  # what a prompt leaves is there by its end
+                if alike > later and turn is not None:
+                    later = max(later, min(alike, self._whole(span, turn.spans[0].stop)))
 
     def _held_by_few(self, count: int, place: int) -> bool:
         """Whether at most ``count`` prefixes hold a block."""

@@ -49,10 +49,12 @@ class Report:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.kept_tokens = 0  # of the prompt, for later requests that begin alike
+        self.places: tuple[int, ...] = ()  # among the model's layers, of those that attend; empty where all do
         self.token_bytes = 0  # of a token's keys and values
         self.output_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.recomputed_tokens = 0  # for layers that keep a state had none where the request went on
         self.preemptions = 0
         self.longest_gap = 0.0  # seconds between two tokens
         self.suspensions = 0  # stops of its prefill between two layers, for others' steps
@@ -160,6 +162,8 @@ class Report:
             "output_tokens": self.output_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
+            "attention_layers": list(self.places) or None,
+            "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
             "held_back": self.held_back,
             "suspensions": self.suspensions,

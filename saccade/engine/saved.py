@@ -20,7 +20,7 @@ from saccade.engine.saved_checks import (
     read_spans,
     require,
 )
-from saccade.engine.saved_memory import LISTS
+from saccade.engine.saved_memory import KEPT, LISTS
 from saccade.engine.sequence import Sequence, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
 from saccade.kv.saved import SavedKV
@@ -154,6 +154,7 @@ def finish_restore(
         spec, seen = model.spec, max(wanted, data["seen"])
         sizes = Sizes(kv.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
         memories.load_states(sequence.id, {name: _read_list(name, saved, sizes) for name in LISTS})
+        memories.load_kept(sequence.id, wanted, under(KEPT, saved.tensors))
     except MalformedSession:
         raise
     except CapacityError as error:

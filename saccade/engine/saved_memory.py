@@ -13,6 +13,8 @@ from saccade.methods import state as states
 
 LISTS = ("states", "tails", "gone", "watched")  # of a SequenceMemory, one entry a layer
 
+KEPT = "kept"  # under which the states of the model's own layers lie
+
 
 @dataclass(frozen=True)
 class SavedMemory:
@@ -39,4 +41,6 @@ def save_memory(memory: SequenceMemory, segment: int | None) -> SavedMemory:
     for name in LISTS:
         own, known[name] = states.save(getattr(memory, name))
         tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}
+    kept = None if memory.kept is None else memory.kept.save(memory.kv.length)
+    tensors |= {f"{KEPT}/{name}": tensor for name, tensor in (kept or {}).items()}
     return SavedMemory(tensors, kv, known)

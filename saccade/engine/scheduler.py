@@ -79,6 +79,7 @@ class Scheduler:
             sequence.undo(rows)  # else the turn is taken back, which knows what it found
         if request in self.running:
             self.running.remove(request)
+            sequence.memories.rest(sequence.id)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -111,6 +112,7 @@ class Scheduler:
                 continue
             if request.id in self.suspended or not self.control.lets(request):
                 continue
+            self._resume(request)
             turn = self.control.turn(request, self._chunk(request))
             if not turn.rows:
                 continue
@@ -132,6 +134,7 @@ class Scheduler:
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
                 put_off += 1
                 continue
+            self._resume(request)
             turn = self.control.turn(request, self._chunk(request), joins=True)
             work = next_rows(request, turn.rows or self._chunk(request))
             if turn.rows and not turn.apart and batch and rows + work.length > self.max_batch_rows:
@@ -195,6 +198,17 @@ class Scheduler:
         request.sequence.drop_kv()
         request.report.preemptions += 1
         self.waiting.appendleft(request)
+
+    def _resume(self, request: Request) -> None:
+        """Have a request go on where the states of its model's layers stand; what it had beyond is computed again."""
+        if self.pool.states is None:
+            return
+        lost = request.sequence.resume(self.chunk)
+        if lost:
+            report = request.report
+            report.recomputed_tokens += lost
+            report.cached_tokens = min(report.cached_tokens, request.sequence.computed)
+            report.note("tokens were computed again from where a state of the model's layers was kept")
 
     def _admit(self, request: Request) -> bool:
         """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own

@@ -146,6 +146,15 @@ class Sequence:
         del self.tokens[length:]
         self._trim_spans(self.reached)
 
+    def resume(self, chunk: int) -> int:
+        """Go back to where the model's layers that keep a state have one, if that after the last token is gone: what
+        follows is computed again as it was, in chunks of so many rows. Returns how many tokens that are."""
+        left = self.memories.resume(self.id, self.computed, lambda at: _resumes(self.spans, at, chunk))
+        lost, self.computed = self.computed - left, left
+        if lost and self.rope_regime(len(self.tokens)) == self.rope_regime(1):
+            self.spans = _merged_if_dense(self.spans)
+        return lost
+
     def standing(self, kept: int) -> Standing:
         """Where it stands before a turn that keeps its first ``kept`` tokens."""
         return Standing(self.tokens[kept:], [replace(span) for span in self.spans], self.reached, self.seen)
@@ -255,6 +264,20 @@ def usable(spans: list[Span], length: int, chunk: int) -> int:
         if length < span.stop:
             return span.start + max(0, length - span.start) // chunk * chunk if span.phase == "prefill" else length
     return spans[-1].stop if spans else 0
+
+
+def _resumes(spans: list[Span], length: int, chunk: int) -> bool:
+    """Whether what comes after ``length`` tokens can be computed again as it was: see :func:`usable`; anywhere where
+    all was read; and in any prefill before the rows of which a decode method's state begins, if no earlier one counts.
+    """
+    if all(span.policy == Policy() for span in spans) or usable(spans, length, chunk) == length:
+        return True
+    if any(span.policy.freeze is not None or span.policy.decode.watches or span.policy.decode.evicts for span in spans):
+        return False
+    span = next((one for one in spans if length < one.stop), None)
+    if span is None or span.phase != "prefill" or length > span.stop - max(1, span.policy.decode.tail_rows):
+        return False
+    return not span.policy.selects_by_chunk or (length - span.start) % chunk == 0
 
 
 def _merged_if_dense(spans: list[Span]) -> list[Span]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from saccade.engine import memory_kept as kept
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
@@ -112,6 +113,7 @@ class Worker:
         began = time.perf_counter()
         for one in step.scheduled:
             self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
+        kept.begin(step.scheduled, self.memories)
         result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         try:
@@ -138,6 +140,7 @@ class Worker:
         for one in whole.scheduled:
             if result.requests[one.request_id].is_good:
                 self.memories[one.sequence_id].end_step()
+                kept.end(one, self.memories[one.sequence_id])
         result.seconds = time.perf_counter() - began
         return result
 
@@ -160,6 +163,7 @@ class Worker:
         is in no other step until then."""
         (one,) = step.scheduled
         self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
+        kept.begin(step.scheduled, self.memories, at_once=False)
         result = StepResult({one.request_id: RequestResult.of(one)})
         (request,) = step.request_ids
         planned = self.host.plan(step, self.memories, result)
@@ -186,6 +190,7 @@ class Worker:
             if told.result.requests[request].is_good:
                 (one,) = held.step.scheduled
                 self.memories[one.sequence_id].end_step()
+                kept.end(one, self.memories[one.sequence_id])
         return told
 
     def drop(self, request: int) -> None:
@@ -243,6 +248,8 @@ class Worker:
 def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
     """The backend of recorded steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
+    if getattr(runner, "keeping", None) is not None:
+        return None  # a recorded step would have to find states where it was recorded with them: the host serves all
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
         return None
     if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:

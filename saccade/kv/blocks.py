@@ -18,6 +18,7 @@ from saccade.kv.head_tiers import HeadTiers
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.keepers import Keepers
 from saccade.kv.slot_map import SlotMap, taken_from
+from saccade.kv.states import StatePool
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
@@ -36,6 +37,8 @@ class BlockManager(SlotMap):
     while some are free, else once rows are written to it. ``replacement``: who leaves, one of replacement.POLICIES.
     With ``layers_apart`` no layer takes more than an equal share of the slots, and its parts make room for each other
     alone: a pool a layer, as engines without PSA's unified one have it (PSA, section 3.4).
+
+    ``states``: of layers that keep one in place of keys and values.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class BlockManager(SlotMap):
         replacement: str = "clock",
         debug: bool = False,
         layers_apart: bool = False,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         if layers_apart and tier is None:
             raise SaccadeError("layers_apart=True shares out slots between layers that move their parts: give a tier")
         self._parts = storage.num_blocks

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ModelError, shown
 from saccade.models.checkpoint import GGUF_LINK, Checkpoint, open_checkpoint, open_config
-from saccade.models.families import FAMILIES, configured_windows
+from saccade.models.families import FAMILIES, configured_windows, keeping_layers
 from saccade.models.headers import MOST_LAYERS, described_model, refuse_absent_or_other
 from saccade.models.hf_config import checked_config, max_position
+from saccade.models.keeping import KeepingLayers
 from saccade.models.llama_loading import check_plain
 from saccade.models.llama_weights import has_shape
 from saccade.models.matrix_modules import stored_as
@@ -35,8 +36,9 @@ class ModelFacts:
     as the config lets expect. ``context``: the longest sequence in tokens. ``windows``: layers that read a window of it
     alone, whose sizes ``layer_windows`` has, None for the others. ``step_share``: of the weights' bytes, those that a
     decode step of one sequence reads: no embedding that is no head too, and of experts those of one token.
-    ``token_bytes``: of a token's keys and values in all layers, in ``dtype``. ``tokenizer``: its kind, None without
-    one. ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules."""
+    ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``; ``state_bytes``: of what
+    ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without one.
+    ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules."""
 
     path: Path
     family: str
@@ -56,6 +58,8 @@ class ModelFacts:
     weights_here: bool
     step_share: float
     token_bytes: int
+    state_layers: int
+    state_bytes: int
     tokenizer: str | None
     chat_template: bool
     own_loop: bool
@@ -72,19 +76,24 @@ class ModelFacts:
 
     def tokens_in(self, memory: int) -> int:
         """Tokens whose keys and values ``memory`` bytes hold beside the weights, at most the context."""
-        return max(0, min(self.context, (memory - self.weight_bytes) // self.token_bytes))
+        return max(0, min(self.context, (memory - self.weight_bytes - self.state_bytes) // self.token_bytes))
 
     def kv_bytes(self, tokens: int, windowed: bool | None = None) -> int:
         """Of keys and values that a decode step reads after so many tokens, by each layer's window; of layers with a
         window alone, or of those without."""
         some = [one for one in self.layer_windows if windowed is None or (one is not None) == windowed]
-        return self.token_bytes // self.layers * sum(tokens if one is None else min(tokens, one) for one in some)
+        return (
+            self.token_bytes
+            // len(self.layer_windows)
+            * sum(tokens if one is None else min(tokens, one) for one in some)
+        )
 
     def gain(self, tokens: int, read: float) -> float:
         """How many times fewer bytes a decode step of one sequence reads where layers without a window read a share
         ``read`` of their keys and values: what no policy that reads as much can exceed, if bytes decide."""
         kept = self.kv_bytes(tokens, True) + read * self.kv_bytes(tokens, False)
-        return (self.step_bytes + self.kv_bytes(tokens)) / (self.step_bytes + kept)
+        others = self.step_bytes + 2 * self.state_bytes  # which are read and written
+        return (others + self.kv_bytes(tokens)) / (others + kept)
 
     @property
     def half_at(self) -> int | None:
@@ -158,6 +167,9 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
             formats[tensor.kind] += tensor.nbytes
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = configured_windows(family, config)
+    keeps = bool(keeping_layers(family, config))
+    with quiet_transformers():
+        states = KeepingLayers(model.get_decoder().layers, family, config).format if keeps else None
     whole = checkpoint.whole["model_type"]
     return ModelFacts(
         path=folder if header is None else header.path,
@@ -177,7 +189,9 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         formats=dict(formats.most_common()),
         weights_here=here,
         step_share=_read_each_step(config, numbers) / max(1, sum(numbers.values())),
-        token_bytes=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize,
+        state_layers=0 if states is None else states.layers,
+        state_bytes=0 if states is None else states.nbytes,
+        token_bytes=2 * len(windows) * config.num_key_value_heads * head_dim * dtype.itemsize,
         tokenizer=_kind(tokenizer.available, {} if header is None else header.metadata),
         chat_template=tokenizer.available and tokenizer.has_chat_template,
         own_loop=has_shape(family, config),

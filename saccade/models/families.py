@@ -34,6 +34,10 @@ def _multiplied(logits: Tensor, config: Any) -> Tensor:
     return logits * config.logit_scale
 
 
+def _multiplied_head(logits: Tensor, config: Any) -> Tensor:
+    return logits * config.lm_head_multiplier
+
+
 @dataclass(frozen=True)
 class LlamaShape:
     """That a family's layers are Llama's, so that ``models.llama`` can run them: RMS norm, products for query, key and
@@ -42,6 +46,16 @@ class LlamaShape:
     """
 
     head_norms: bool = False  # an RMS norm of every query and key head before it is rotated
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """That some layers keep a state beside, or in place of, keys and values. ``module``: the part of a layer that does,
+    ``kinds``: what ``config.layer_types`` calls such layers; ``attend``: whether they attend, too."""
+
+    module: str
+    kinds: tuple[str, ...]
+    attend: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +72,18 @@ class Family:
     rotary_per_layer_type: bool = False
     some_layers_unrotated: bool = False
     final_norm: str = "norm"
+    rotary: str = "rotary_emb"
     scale_embedding: str | None = None
     # generate() computes the whole past again when a sequence grows into longrope's long factors.
     restarts_at_long_rope: bool = False
     finish_logits: Callable[[Tensor, Any], Tensor] = _plain
     llama_shape: LlamaShape | None = None
+    keeping: Keeping | None = None
 
+
+_DELTA = Keeping("linear_attn", ("linear_attention",))
+_MAMBA = Keeping("mamba", ("linear_attention", "mamba"))
+_CONVOLUTION = Keeping("conv", ("conv",))
 
 _CHECKED = (
     Family("llama", "LlamaForCausalLM", llama_shape=LlamaShape()),
@@ -117,14 +137,56 @@ _CHECKED = (
     Family("qwen2_moe", "Qwen2MoeForCausalLM", windows="layer_types"),
     Family("seed_oss", "SeedOssForCausalLM"),
     Family("starcoder2", "Starcoder2ForCausalLM", windows="every_layer"),
+    Family("lfm2", "Lfm2ForCausalLM", final_norm="embedding_norm", keeping=_CONVOLUTION),
+    Family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        final_norm="embedding_norm",
+        rotary="pos_emb",
+        keeping=_CONVOLUTION,
+    ),
+    Family("olmo_hybrid", "OlmoHybridForCausalLM", keeping=_DELTA),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        scale_embedding="embedding_multiplier",
+        finish_logits=_divided,
+        keeping=_MAMBA,
+    ),
+    Family(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        final_norm="final_layernorm",
+        scale_embedding="embedding_multiplier",
+        finish_logits=_multiplied_head,
+        keeping=Keeping("mamba", ("hybrid",), attend=True),
+    ),
+    Family("qwen3_next", "Qwen3NextForCausalLM", keeping=_DELTA),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", keeping=_DELTA),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", keeping=_DELTA),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _CHECKED}
 
 
+def keeping_layers(family: Family, config: Any) -> tuple[int, ...]:
+    """Which layers keep a state."""
+    if family.keeping is None:
+        return ()
+    return tuple(at for at, kind in enumerate(config.layer_types or ()) if kind in family.keeping.kinds)
+
+
+def attending_layers(family: Family, config: Any) -> tuple[int, ...]:
+    """Which layers attend over keys and values."""
+    alone = family.keeping is not None and not family.keeping.attend
+    others = set(keeping_layers(family, config)) if alone else set()
+    return tuple(at for at in range(config.num_hidden_layers) if at not in others)
+
+
 def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens as the config states it, or None: what HF's masks would have encoded."""
-    layers = config.num_hidden_layers
+    """Each attending layer's sliding window in tokens as the config states it, or None: what HF's masks would have
+    encoded."""
+    layers = len(attending_layers(family, config))
     window = getattr(config, "sliding_window", None)
     if family.windows == "none" or window is None:
         return (None,) * layers

@@ -13,8 +13,9 @@ from saccade.errors import ModelError, shown
 from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line
 
-# Tensors old checkpoints carry that hold nothing but what the config already says.
-_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$")
+# Tensors old checkpoints carry that hold nothing but what the config already says, and the layers of some that draft
+# tokens ahead, which transformers leaves out, too.
+_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
 
 
 MOST_LAYERS = 1024  # of a config without weights: no model has as many

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from saccade.errors import ModelError
 from saccade.models.checkpoint import Checkpoint, first_line
-from saccade.models.families import FAMILIES, Family
+from saccade.models.families import FAMILIES, Family, attending_layers
 from saccade.models.headers import refuse_more_layers
 from saccade.models.packed_config import KEYS
 from saccade.models.refusals import refuse_unsupported
@@ -35,6 +35,11 @@ def checked_config(checkpoint: Checkpoint) -> Any:
         config.__dict__.pop(key, None)
     if config.model_type not in FAMILIES:
         raise ModelError(f"{checkpoint.path}: transformers reads this config as {config.model_type}, not supported")
+    if not attending_layers(FAMILIES[config.model_type], config):
+        raise ModelError(
+            f"{checkpoint.path}: layer_types has no full_attention: a model whose layers all keep a state "
+            "holds no keys and values; such are not supported"
+        )
     _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
     _refuse_odd_rope(FAMILIES[config.model_type], config, checkpoint.path)
     return config

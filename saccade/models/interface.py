@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from saccade.kv.states import StateFormat
 from saccade.ops.layer_rows import RowLayers
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a checkpoint as the engine needs it. ``windows[i]`` is layer i's sliding window in tokens, or
-    None."""
+    """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
+    these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
+    has other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any."""
 
     family: str
     layers: int
@@ -26,6 +28,23 @@ class ModelSpec:
     max_position: int
     dtype: torch.dtype
     windows: tuple[int | None, ...]
+    places: tuple[int, ...] = ()
+    states: StateFormat | None = None
+
+    @property
+    def ends_attending(self) -> bool:
+        """Whether the model's last layer attends: rows that nobody looks at may skip it then."""
+        return self.states is None or self.places[-1] == len(self.places) + self.states.layers - 1
+
+
+@dataclass(frozen=True, eq=False)
+class StateRows:
+    """Where layers that keep a state find it in one pass: ``parts`` by name, [state layers, slots, ...], changed in
+    place; ``slots``: of each segment. ``inner``, by segment: after how many of its rows a copy goes to which slot."""
+
+    parts: Mapping[str, Tensor]
+    slots: Sequence[int]
+    inner: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ def load_model(
         notes += rounding_notes(integers, chosen, kept)
         tokenizer = reading.result()
     model.eval()
-    spec = _spec(model, family, chosen, llama)
+    with quiet_transformers():  # which says once of each kernel that is not installed
+        spec = _spec(model, family, chosen, llama)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)
     notes += _config_notes(config)
@@ -264,7 +265,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
     layers = probe_layers(model, family, llama)
     return ModelSpec(
         family=family.model_type,
-        layers=config.num_hidden_layers,
+        layers=len(layers.windows),
         heads=layers.heads,
         kv_heads=layers.kv_heads,
         head_dim=layers.head_dim,
@@ -272,6 +273,8 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         max_position=max_position(config),
         dtype=dtype,
         windows=layers.windows,
+        places=layers.places,
+        states=layers.states,
     )
 
 

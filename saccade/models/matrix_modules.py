@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from saccade.models.families import FAMILIES
 from saccade.models.llama_weights import Use, WeightSource
 from saccade.ops.matrices import Matrix
 from saccade.ops.tile_weights import TileExperts
@@ -176,7 +177,9 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         value = source.plain(name, held.dtype).to(device)
         placed = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
         setattr(model.get_submodule(parent), own, placed)
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)  # which holds factors of its own
+    rotary = FAMILIES[model.config.model_type].rotary
+    if getattr(decoder, rotary) is not None:  # it holds factors of its own
+        setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
 
 
 class ModuleTensors:

@@ -3,6 +3,7 @@ shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -12,21 +13,27 @@ from saccade.models.rotary import CosSin
 
 
 class ModuleLayers:
-    """``layers`` are a decoder's, loaded with ``attn_implementation="saccade"``."""
+    """``layers`` are a decoder's, loaded with ``attn_implementation="saccade"``; those ``keeping`` have a state."""
 
-    def __init__(self, layers: Any) -> None:
-        self.layers = layers
+    def __init__(self, layers: Any, keeping: Container[int] = ()) -> None:
+        self.layers, self._keeping = layers, keeping
 
-    def run(self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin, ctx: AttentionContext) -> Tensor:
-        """One layer over ``hidden`` [rows, channels] at ``positions`` [rows] -> [rows, channels]."""
+    def run(
+        self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin, ctx: AttentionContext, pieces: Any = None
+    ) -> Tensor:
+        """One layer over ``hidden`` [rows, channels] at ``positions`` [rows] -> [rows, channels]. ``pieces``: the
+        states of the rows' sequences (models.keeping)."""
         cos, sin = pair
-        return self.layers[index](
+        given = {"past_key_values": pieces} if index in self._keeping else {}
+        made = self.layers[index](
             hidden[None],
             attention_mask=None,
             position_ids=positions[None],
-            position_embeddings=(cos[None], sin[None]),
+            position_embeddings=(cos[None], sin[None]) if cos.shape[-1] else None,  # it does not rotate
             saccade=ctx,
-        )[0]
+            **given,
+        )
+        return made[0][0] if isinstance(made, tuple) else made[0]
 
     def project(self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin) -> tuple[Tensor, Tensor, Tensor]:
         """What a layer would hand to its attention for these rows: [heads or kv_heads, rows, head_dim]."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError, SaccadeError
+from saccade.kv.states import StateFormat
 from saccade.models.checkpoint import first_line
-from saccade.models.families import Family, configured_windows
+from saccade.models.families import Family, attending_layers, configured_windows
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
@@ -23,12 +24,14 @@ from saccade.models.runner import HFRunner
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """What all layers agree on, and each layer's sliding window."""
+    """What all layers that attend agree on, each one's sliding window, and what other layers keep of a sequence."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    places: tuple[int, ...]  # of those that attend, where others do not
+    states: StateFormat | None
 
 
 class _Recorder:
@@ -57,11 +60,13 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
     they disagree."""
     config = model.config
     recorder = _Recorder()
-    layers = config.num_hidden_layers
+    places = attending_layers(family, config)
+    layers = len(places)
     blank = ModelSpec(family.model_type, layers, 0, 0, 0, 0, 0, torch.float32, (None,) * layers)
     zero = torch.zeros(1, dtype=torch.int64)
     try:
         runner = HFRunner(model, family, blank, llama)
+        states = None if runner.keeping is None else runner.keeping.format
         logits = runner.run(zero, zero, recorder, segments=[Segment(0, 1, 1)], logit_rows=zero)
     except SaccadeError:
         raise
@@ -84,7 +89,7 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
     windows = tuple(spec.window for _, _, spec in recorder.calls)
     expected = configured_windows(family, config)
     if windows != expected:
-        layer = next(i for i in range(layers) if windows[i] != expected[i])
+        layer = places[next(i for i in range(layers) if windows[i] != expected[i])]
         raise ModelError(
             f"{family.model_type}: layer {layer} runs with sliding window {windows[layer]} but config.json implies "
             f"{expected[layer]}; make use_sliding_window, sliding_window and layer_types agree"
@@ -93,4 +98,4 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
         if any(getattr(part, "is_causal", True) is False for part in module.modules()):
             raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
     (heads, kv_heads, head_dim, _) = shapes.pop()
-    return LayerShapes(heads, kv_heads, head_dim, windows)
+    return LayerShapes(heads, kv_heads, head_dim, windows, () if states is None else places, states)

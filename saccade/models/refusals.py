@@ -22,9 +22,8 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
-    "nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax", "lfm2", "lfm2_moe", "xlstm",
-    "kimi_linear", "olmo_hybrid", "bitnet_mamba",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+    "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
@@ -47,8 +46,9 @@ def _positive(value: Any) -> bool:
 
 
 def _odd_layer_types(config: Config) -> list[str]:
-    kinds = config.get("layer_types")
-    return sorted({str(kind) for kind in kinds} - _KNOWN_LAYER_TYPES) if isinstance(kinds, list) else []
+    kinds, family = config.get("layer_types"), FAMILIES.get(config["model_type"])
+    known = _KNOWN_LAYER_TYPES | set(family.keeping.kinds if family is not None and family.keeping is not None else ())
+    return sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
 
 
 def _says_recurrent(config: Config) -> bool:

@@ -33,7 +33,8 @@ class RotaryRows:
 
 
 class Rotary:
-    """Calls a transformers rotary module, ``module(x, position_ids[, layer_type])``, once per regime where it must."""
+    """Calls a transformers rotary module, ``module(x, position_ids[, layer_type])``, once per regime where it must.
+    None of a model that does not rotate: its factors have no columns."""
 
     def __init__(self, module: Any, config: Any, *, per_layer_type: bool) -> None:
         self._module = module
@@ -61,6 +62,9 @@ class Rotary:
 
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
         """cos, sin for ``positions`` [rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
+        if self._module is None:
+            none = x.new_empty(len(positions), 0)
+            return RotaryRows(((none, none),) * self._layers)
         if self._layer_types is not None:
             pairs = {kind: self._by_position(x, positions, kind) for kind in sorted(set(self._layer_types))}
             return RotaryRows(tuple(pairs[kind] for kind in self._layer_types))

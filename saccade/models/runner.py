@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.machine import sent
-from saccade.models.families import Family
+from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import (
     AheadRows,
     AttentionContext,
@@ -23,9 +23,11 @@ from saccade.models.interface import (
     RowsPart,
     ScoredRows,
     Segment,
+    StateRows,
     Stopwatch,
     WholeRows,
 )
+from saccade.models.keeping import KeepingLayers
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
@@ -47,8 +49,14 @@ class HFRunner:
         self.config = model.config
         self.llama = llama
         decoder = model.get_decoder()
-        self.modules = ModuleLayers(decoder.layers)
-        self.rotary = Rotary(decoder.rotary_emb, self.config, per_layer_type=family.rotary_per_layer_type)
+        self.depth = len(decoder.layers)
+        keeps = bool(keeping_layers(family, self.config))
+        self.keeping = KeepingLayers(decoder.layers, family, self.config) if keeps else None
+        self.modules = ModuleLayers(decoder.layers, () if self.keeping is None else self.keeping.places)
+        # By layer, its number among those that attend; None of others.
+        numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
+        self._numbers = [numbers.get(place) for place in range(self.depth)]
+        self.rotary = Rotary(getattr(decoder, family.rotary), self.config, per_layer_type=family.rotary_per_layer_type)
         self._embedding = decoder.embed_tokens
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
@@ -121,14 +129,16 @@ class HFRunner:
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
         whole: WholeRows | None = None,
+        states: StateRows | None = None,
     ) -> Generator[int, None, None]:
         """Run the rows ``token_ids``, ``positions`` int64 [rows], stopping between two layers: yields how many have
         run. Other passes may run while it stands, and it may be closed there. ``parts``, which tile the rows, attend in
         place of ``ctx`` where the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over
-        its layers. ``take`` gets float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden
-        state where it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What
-        outlives a stop is its own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several
-        rows; those of one row are lent until the next pass."""
+        its layers. ``states``: of the segments' sequences, for layers that keep one; without, these begin here.
+        ``take`` gets float32 logits [len(logit_rows), vocab_size]; a frozen row's are those of its hidden state where
+        it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What outlives a stop is its
+        own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several rows; those of one row
+        are lent until the next pass."""
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
@@ -142,17 +152,20 @@ class HFRunner:
                 done = True
             elif whole is not None and kernels.whole is not None and ahead is None and inputs is None:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
+        pieces = None if self.keeping is None else self.keeping.pieces(states, segments, device)
         delta: Tensor | None = None  # what is still to be added to hidden
-        for index in range(0 if done else self.spec.layers):
+        for index in range(0 if done else self.depth):
+            number = self._numbers[index]
             if index and len(positions) > 1:
                 yield index
-            freezes = frozen is not None and bool(frozen.skip(index).any())
+            freezes = frozen is not None and number is not None and bool(frozen.skip(number).any())
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
-            if inputs is not None:
-                inputs.visit(index, hidden[sent(inputs.rows, device)])
-            if ahead is not None and index + 1 < self.spec.layers:
-                ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
+            if inputs is not None and number is not None:
+                inputs.visit(number, hidden[sent(inputs.rows, device)])
+            following = self._numbers[index + 1] if index + 1 < self.depth else None
+            if ahead is not None and following is not None:
+                ahead.visit(following, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
             rows, where, pair, live = hidden, positions, rotary.layers[index], None
             if frozen is not None and freezes:
                 live = self._store_frozen(index, hidden, positions, rotary, ctx, frozen)
@@ -160,7 +173,7 @@ class HFRunner:
                     continue
                 rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
             if llama is None:
-                rows = self.modules.run(index, rows, where, pair, ctx)
+                rows = self.modules.run(index, rows, where, pair, ctx, pieces)
             else:
                 layer = llama.kernels(len(rows)).layers[index]
                 q, k, v = layer.project(rows, *pair, delta)
@@ -233,13 +246,15 @@ class HFRunner:
     ) -> Tensor:
         """Have the keys and values stored that rows which skip a layer leave there; returns which rows do not skip
         it, int64 [n]."""
-        skip = frozen.skip(index)
+        number = self._numbers[index]
+        assert number is not None, "rows skip layers that attend"
+        skip = frozen.skip(number)
         stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & frozen.projected, ~skip))
         if stored.numel():
-            ctx.store(index, *self._project(index, hidden, positions, rotary, stored)[1:])
+            ctx.store(number, *self._project(index, hidden, positions, rotary, stored)[1:])
         else:
             none = hidden.new_empty(self.spec.kv_heads, 0, self.spec.head_dim)
-            ctx.store(index, none, none)
+            ctx.store(number, none, none)
         return live
 
     def _project(

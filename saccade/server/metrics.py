@@ -37,6 +37,13 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "cells": "KV parts that the tier holds at most.",
     "free_cells": "KV parts that the tier has room for.",
 }
+_STATES = {  # of models with layers that keep a state
+    "slots": "States of sequences that there is room for.",
+    "in_use": "States that requests compute with.",
+    "snapshots": "States that sequences may go back to.",
+    "given_up": "Snapshots that went for others since the engine began.",
+    "bytes": "Bytes of all of them, in the KV pool's memory.",
+}
 _STORED = {  # counts of DurableSessions.report
     "saves": "Turns after which a session was stored.",
     "restores": "Sessions that came back from the folder.",
@@ -84,6 +91,9 @@ class Metrics:
         self.cache_queries = counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
         self.cache_hits = counter("prefix_cache_hits", "Tokens of prompts that were computed already.")
         self.preemptions = counter("num_preemptions", "How often requests lost their keys and values to others.")
+        self.recomputed = counter(
+            "recomputed_tokens", "Tokens computed again where no state of layers that keep one was left."
+        )
         self.suspensions = counter("prefill_suspensions", "How often prefills stopped for others' steps.")
         self.longest = gauge("longest_token_gap_seconds", "The longest time between two tokens of an ended sample.")
         self._longest = 0.0
@@ -131,6 +141,7 @@ class Metrics:
         self.cache_queries.inc(report["prompt_tokens"])
         self.cache_hits.inc(report["cached_tokens"])
         self.preemptions.inc(report["preemptions"])
+        self.recomputed.inc(report["recomputed_tokens"])
         self.suspensions.inc(report["suspensions"])
         self._longest = max(self._longest, report["longest_gap_seconds"])
         self.longest.set(self._longest)
@@ -274,6 +285,10 @@ class _Engine(Collector):
                 ("recorded_steps", "Kinds of step that are recorded as CUDA graphs.", now.graphs[0]),
                 ("recorded_steps_max", "As many as may be; the least recently used goes first.", now.graphs[1]),
             )
+        rows = (
+            *rows,
+            *((f"layer_states_{name}", said, (now.states or {})[name]) for name, said in _STATES.items() if now.states),
+        )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)

@@ -38,6 +38,8 @@ from saccade import LLM
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
+from saccade.errors import PolicyError
+from saccade.methods.policy import Policy
 
 MIXED = (
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
@@ -56,8 +58,9 @@ TASKS = 8
 FALLEN = (Request, SequenceMemory, Stream)
 
 
-def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3) -> dict[str, Any]:
-    """Run it with ``each`` prompts and a talk of every policy; what happened. AssertionError for what does not hold."""
+def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3, family: str = "llama") -> dict[str, Any]:
+    """Run it with ``each`` prompts and a talk of every policy that a model of ``family`` runs; what happened.
+    AssertionError for what does not hold."""
     policies = [*dict.fromkeys([policy.text for policy in EVERY]), *MIXED]
     others = {id(one) for one in fallen()}  # of whatever else this process does
     torch.set_num_threads(1)
@@ -66,8 +69,9 @@ def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3) -> dic
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
-        checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024)
+        checkpoint = make_checkpoint(family, Path(folder) / "model", max_position_embeddings=1024)
         quiet = LLM(checkpoint, dtype="float32", kv_memory="8MiB", prefill_chunk=64, threads=1)
+        policies = [one for one in policies if _runs(quiet, one)]
         asks, talks = questions(quiet, policies * each, seed)
         quiet.close()
         del quiet
@@ -84,6 +88,14 @@ def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3) -> dic
             llm.close()
             del llm, faults
     return {"outcomes": dict(done), "planted": dict(planted), "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _runs(llm: LLM, policy: str) -> bool:
+    try:
+        llm.engine.checks.policy(Policy.parse(policy))
+    except PolicyError:
+        return False
+    return True
 
 
 def _blow(llm: LLM, ledger: Ledger, callers: int) -> None:
@@ -116,6 +128,7 @@ def _calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     assert not engine.busy
     check_blocks(engine.pool, [])
     assert engine.pool.used_blocks == 0
+    assert engine.pool.states is None or engine.pool.states.used == 0
     assert not engine.sessions
     assert not engine.worker.memories
     assert not engine.scheduler.suspended
@@ -138,8 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requests", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", default="llama", help="of tests/tiny_models.py")
     chosen = parser.parse_args()
-    print(storm(chosen.requests, chosen.seed), file=sys.stdout)
+    print(storm(chosen.requests, chosen.seed, family=chosen.family), file=sys.stdout)
 
 
 if __name__ == "__main__":

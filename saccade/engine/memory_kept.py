@@ -1,0 +1,59 @@
+"""The states of the model's own layers in a step: pinned before it, changed by its layers, kept where that is due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from saccade.engine.step import ScheduledRequest
+from saccade.models.interface import StateRows
+
+if TYPE_CHECKING:
+    from saccade.engine.host_calls import RequestRows
+    from saccade.engine.memory import SequenceMemory
+
+
+def begin(scheduled: Sequence[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True) -> None:
+    """The rows of a step are about to be computed, ``at_once`` or with others' steps in between. SaccadeError where no
+    state stands before one's."""
+    if not scheduled or memories[scheduled[0].sequence_id].kept is None:
+        return
+    own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]
+    for one, kept in own:  # before any other takes the room of a snapshot
+        kept.pin(one.start)
+    shared = [_shared_before(one, kept.pool.block) for one, kept in own]
+    for (one, kept), place in zip(own, shared):
+        kept.begin(one.start, keep=place == one.start)
+    for (one, kept), place in zip(own, shared):
+        if place > one.start and at_once:
+            kept.leave(place)
+
+
+def end(rows: ScheduledRequest, memory: SequenceMemory) -> None:
+    """The step of these rows ended well."""
+    if memory.kept is not None:
+        memory.kept.end(rows.stop, rows.length, rows.ends_span)
+
+
+def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
+    """Where layers find the states of the sequences of these rows; None where no layer keeps any."""
+    kept = [one.memory.kept for one in requests]
+    if not kept or kept[0] is None:
+        return None
+    slots: list[int] = []
+    inner: dict[int, tuple[int, int]] = {}
+    for at, (one, rows) in enumerate(zip(kept, requests)):
+        assert one is not None, "a model's sequences are alike"
+        assert one.slot is not None, "the step has begun"
+        slots.append(one.slot)
+        if one.inner is not None:
+            inner[at] = one.inner[0] - rows.scheduled.start, one.inner[1]
+    return StateRows(kept[0].pool.tensors, slots, inner)
+
+
+def _shared_before(rows: ScheduledRequest, block: int) -> int:
+    """After how many tokens others may go on that begin like a prefill that these ``rows`` end, if whole blocks of so
+    many tokens are shared; 0 for none."""
+    if not block or not rows.ends_span or rows.policy.selects_by_chunk:
+        return 0
+    return max(0, rows.stop - max(1, rows.policy.decode.tail_rows)) // block * block

@@ -1,0 +1,167 @@
+"""The state of one sequence's state layers: where it stands, and the snapshots that it can go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.kv.states import StatePool, check_parts
+
+EVERY = 4096  # tokens between two snapshots, at most
+
+
+class SequenceStates:
+    """The states of one sequence in slots of ``pool``. Before the first token there is always one, which takes no slot.
+
+    ``slot``: where the state is that steps go on from, once they do (:meth:`begin` to :meth:`rest`); it is nobody
+    else's while a step runs. All others are snapshots, which the pool may give up for others.
+    """
+
+    def __init__(self, pool: StatePool) -> None:
+        self.pool = pool
+        self.slot: int | None = None
+        self._stands: int | None = None  # tokens that ``slot`` stands after; None within a step
+        self._kept: dict[int, int] = {}  # snapshots: slots by the tokens that they stand after
+        self.inner: tuple[int, int] | None = None  # of this step: after how many tokens layers leave a copy, and where
+
+    def __contains__(self, length: int) -> bool:
+        """Whether a state stands after so many tokens."""
+        return not length or length in self._kept or length == self._stands
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The tokens after which states stand that it can go back to, rising."""
+        return tuple(sorted(self._kept))
+
+    def before(self, length: int, good: Callable[[int], bool] = lambda _: True) -> int:
+        """The most tokens, at most ``length``, after which a state stands that is ``good``; 0 where none does."""
+        there = {*self._kept, *(() if self._stands is None else (self._stands,))}
+        return max((one for one in there if one <= length and good(one)), default=0)
+
+    def gap(self, length: int) -> int:
+        """Tokens that would be computed again if there were no snapshot after ``length`` tokens."""
+        return length - max((one for one in self._kept if one < length), default=0)
+
+    def pin(self, start: int) -> None:
+        """The next step goes on at token ``start``: nobody takes the state away until then. SaccadeError where none
+        stands there."""
+        if self._stands == start:
+            return
+        if start not in self:
+            raise SaccadeError(f"no state of its layers stands after {start} tokens")
+        self._leave()
+        if start:
+            self.slot, self._stands = self._kept[start], start
+            self.pool.pin(self.slot)
+            self.pool.touch(self.slot)
+
+    def begin(self, start: int, keep: bool = False) -> None:
+        """Rows from ``start`` on, which was pinned, are about to be computed, and change ``slot``; with ``keep`` where
+        it stood is a snapshot from now on."""
+        pool = self.pool
+        if keep and self.slot is not None:
+            self._keep(start, self.slot)
+        if self.slot is None:
+            self.slot = pool.take()
+            pool.clear(self.slot)
+        elif pool.is_shared(self.slot):
+            own = self.slot
+            fresh = pool.take(own)
+            if fresh != own:
+                pool.copy(own, fresh)
+                pool.unpin(own)
+                self.slot = fresh
+        self._stands = None
+
+    def leave(self, inner: int) -> None:
+        """Layers are to leave a snapshot after ``inner`` tokens, in the midst of the step that began, if there is room
+        for one beside what sequences compute with."""
+        if self.pool.pinned < self.pool.slots:
+            self.inner = inner, self.pool.take()
+
+    def end(self, length: int, rows: int, keep: bool) -> None:
+        """The step ended well after ``length`` tokens, of which it computed ``rows``. A snapshot is due with ``keep``,
+        or where one more such step would leave more than ``EVERY`` tokens without any."""
+        assert self.slot is not None, "a step begins before it ends"
+        self._stands = length
+        if self.inner is not None:
+            (at, slot), self.inner = self.inner, None
+            self._keep(at, slot)
+            self.pool.unpin(slot)
+        if keep or length + rows - max(self._kept, default=0) > EVERY:
+            self._keep(length, self.slot)
+
+    def rest(self) -> None:
+        """No step follows for now: where it stands is a snapshot like any other."""
+        if self.slot is not None and self._stands:
+            self._keep(self._stands, self.slot)
+        self._leave()
+
+    def truncate(self, length: int) -> None:
+        """Forget the states after more than ``length`` tokens, and that of a step that broke."""
+        if self._stands is None or self._stands > length:
+            self._leave()
+        for one in [one for one in self._kept if one > length]:
+            self.pool.release(self._kept.pop(one), self)
+
+    def fork(self, length: int | None = None) -> SequenceStates:
+        """Another sequence's states after the same tokens, or the first ``length`` of them: slots are shared."""
+        made = SequenceStates(self.pool)
+        there = dict(self._kept)
+        if self.slot is not None and self._stands:
+            there[self._stands] = self.slot
+        for one, slot in there.items():
+            if length is None or one <= length:
+                made._keep(one, slot)
+        return made
+
+    def save(self, length: int) -> dict[str, Tensor] | None:
+        """The state after ``length`` tokens, as copies on the host, [layers, ...] by part; None where there is none."""
+        slot = self.slot if length == self._stands else self._kept.get(length)
+        return None if slot is None else self.pool.read(slot)
+
+    def load(self, length: int, parts: Mapping[str, Tensor]) -> None:
+        """Take in the state after ``length`` tokens. SaccadeError for parts of another shape or type; CapacityError
+        where all slots are in use."""
+        why = check_parts(self.pool.format, parts)
+        if why is not None:
+            raise SaccadeError(f"saved: {why}")
+        slot = self.pool.take()
+        self.pool.write(slot, parts)
+        self._keep(length, slot)
+        self.pool.unpin(slot)
+
+    def put_back(self, length: int, parts: Mapping[str, Tensor] | None) -> None:
+        """What steps from ``length`` tokens on have done to the state is undone: it was ``parts``."""
+        self.truncate(length)
+        if parts is None:
+            return
+        if self.slot is None:
+            self.slot = self.pool.take()
+        self.pool.write(self.slot, parts)
+        self._stands = length
+
+    def lose(self, slot: int) -> None:
+        """The pool gives a snapshot's slot to somebody else."""
+        length = next(one for one, held in self._kept.items() if held == slot)
+        del self._kept[length]
+        self.pool.release(slot, self)
+
+    def _keep(self, length: int, slot: int) -> None:
+        before = self._kept.get(length)
+        if before == slot:
+            self.pool.touch(slot)
+            return
+        if before is not None:
+            self.pool.release(before, self)
+        self._kept[length] = slot
+        self.pool.hold(slot, self, length)
+
+    def _leave(self) -> None:
+        if self.slot is not None:
+            self.pool.unpin(self.slot)
+        if self.inner is not None:
+            self.pool.unpin(self.inner[1])
+        self.slot = self._stands = self.inner = None

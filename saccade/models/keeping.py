@@ -1,0 +1,176 @@
+"""Layers that keep a state: transformers' own modules, run for each sequence of a packed pass over the engine's states.
+
+Such a module takes rows of one sequence, or a row of each of several, and a cache that it asks for its state. Here the
+cache is a view of the engine's tensors (``interface.StateRows``), so what a module writes is there for the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.kv.states import StateFormat, StatePart
+from saccade.models.families import Family, attending_layers, keeping_layers
+from saccade.models.interface import Segment, StateRows
+
+
+class _Cache:
+    """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place. A state
+    before the first token is zeros, as modules pad without one."""
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self.parts = parts
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.parts[f"conv{state_idx}"]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.parts[f"recurrent{state_idx}"]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **sizes: Any) -> Tensor:
+        """``conv_states`` [sequences, channels, rows]: those of new rows; returned behind what was there."""
+        held = self.parts[f"conv{state_idx}"]
+        whole = torch.cat([held, conv_states], -1)
+        held.copy_(whole[..., -held.shape[-1] :])
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.parts[f"recurrent{state_idx}"].copy_(recurrent_states)
+
+
+class _Shapes:
+    """A cache that has nothing and notes what a module would have it keep."""
+
+    def __init__(self) -> None:
+        self.parts: list[StatePart] = []
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        shape = *conv_states.shape[1:-1], conv_kernel_size
+        self.parts.append(StatePart(f"conv{state_idx}", shape, conv_states.dtype))
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        shape = tuple(recurrent_states.shape[1:])
+        self.parts.append(StatePart(f"recurrent{state_idx}", shape, recurrent_states.dtype))
+        return recurrent_states
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """One pass: the rows of sequences, and their states."""
+
+    states: StateRows
+    segments: Sequence[Segment]
+    singles: list[int] = field(init=False)  # segments of one row, which share a call
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "singles", [at for at, one in enumerate(self.segments) if one.length == 1])
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [singles], those of ``singles``; ``slots`` are theirs."""
+        return self._index([self.segments[at].start for at in self.singles])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        return self._index([self.states.slots[at] for at in self.singles])
+
+    def _index(self, numbers: list[int]) -> Tensor:
+        device = next(iter(self.states.parts.values())).device
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What a layer that attends, too, asks of a cache: its new keys and values, which go to whoever attends."""
+        return k, v
+
+    def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
+        """``inner`` of state layer ``layer`` over ``hidden`` [1, rows, channels]; ``keyword``: of its cache."""
+        parts = {name: part[layer] for name, part in self.states.parts.items()}
+        out = torch.empty_like(hidden)
+        if len(self.singles) > 1:
+            held = {name: part[self.slots] for name, part in parts.items()}
+            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: _Cache(held)})[:, 0]
+            for name, part in parts.items():
+                part[self.slots] = held[name]
+        for at, segment in enumerate(self.segments):
+            if segment.length == 1 and len(self.singles) > 1:
+                continue
+            slot, first = self.states.slots[at], segment.start
+            rows, copied = self.states.inner.get(at, (0, 0))
+            cache = {keyword: _Cache({name: part[slot : slot + 1] for name, part in parts.items()})}
+            for start, stop in ((first, first + rows), (first + rows, first + segment.length)):
+                if start < stop:
+                    out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **cache)
+                if rows and stop == first + rows:
+                    for part in parts.values():
+                        part[copied].copy_(part[slot])
+        return out
+
+
+class _Split:
+    """Stands for ``inner``, the forward of a module that keeps a state, where a pass gives it packed rows."""
+
+    def __init__(self, inner: Callable[..., Tensor], layer: int) -> None:
+        self.inner, self.layer = inner, layer
+
+    def __call__(self, hidden_states: Tensor, **asked: Any) -> Tensor:
+        for name, given in asked.items():
+            if isinstance(given, _Pieces):
+                return given.run(self.inner, self.layer, hidden_states, name)
+        return self.inner(hidden_states, **asked)
+
+
+class KeepingLayers:
+    """Which of a decoder's ``layers`` keep a state, and what."""
+
+    def __init__(self, layers: Any, family: Family, config: Any) -> None:
+        assert family.keeping is not None, "its layers keep no state"
+        self.places = keeping_layers(family, config)
+        self._modules = [getattr(layers[place], family.keeping.module) for place in self.places]
+        for number, module in enumerate(self._modules):
+            if not isinstance(module.forward, _Split):
+                module.forward = _Split(module.forward, number)
+        for number, place in enumerate(attending_layers(family, config)):
+            layers[place].self_attn.layer_idx = number  # by which it is known to whoever attends
+        self._channels = config.hidden_size
+
+    @cached_property
+    def format(self) -> StateFormat:
+        """What they keep of a sequence: found by a token through the first of them, which may be without memory."""
+        seen = _Shapes()
+        weight = next(self._modules[0].parameters())
+        with torch.inference_mode():
+            hidden = torch.zeros(1, 1, self._channels, dtype=weight.dtype, device=weight.device)
+            split = self._modules[0].forward
+            for keyword in ("cache_params", "past_key_values"):
+                split.inner(hidden_states=hidden, **{keyword: seen})
+                if seen.parts:
+                    break
+        return StateFormat(len(self.places), tuple(seen.parts))
+
+    def pieces(self, states: StateRows | None, segments: Sequence[Segment], device: torch.device) -> _Pieces:
+        """What the modules of a pass are given: over ``states``, or over fresh ones of whole sequences."""
+        if states is None:
+            parts = self.format.empty(len(segments), device)
+            for part in parts.values():
+                part.zero_()
+            states = StateRows(parts, range(len(segments)))
+        return _Pieces(states, segments)
