@@ -88,9 +88,10 @@ class MatrixExperts(nn.Module):
         gated: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__()
-        together = [TileExperts.of(one) for one in (gate, up, down)]
-        self.together = together if all(together) else None
-        own = (gate, up, down) if self.together is None else [one.matrices for one in together if one is not None]
+        found = [TileExperts.of(one) for one in (gate, up, down)]
+        together = [one for one in found if one is not None]
+        self.together = together if len(together) == len(found) else None
+        own = [gate, up, down] if self.together is None else [one.matrices for one in self.together]
         self.experts, self.gated = list(zip(*own, strict=True)), gated
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
