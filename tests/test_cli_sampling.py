@@ -71,7 +71,7 @@ def test_every_setting_of_sampling_has_a_flag():
     assert ENGINE.keys() >= OF_THE_ENGINE
 
 
-@pytest.mark.parametrize(("command", "length"), [("generate", 128), ("chat", 256)])
+@pytest.mark.parametrize(("command", "length"), [("generate", 128), ("chat", 2048)])
 def test_flags_arrive_at_the_request(tiny_llama, arrived, command, length):
     words = ["hello"] if command == "generate" else []
     for flags, wanted in ((FLAGS, WANTED), ([], SamplingParams(temperature=0, max_tokens=length))):

