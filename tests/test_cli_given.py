@@ -28,7 +28,6 @@ def test_the_file_goes_before_the_environment_and_the_command_line_before_both(t
     }
     assert sorted(expanded(f"serve --config {file} --port 1", environment)[1:-2]) == sorted(
         [
-            "--kv-memory=1GiB",
             "--threads=3",
             "--host-name=a",
             "--host-name=b",
@@ -44,7 +43,21 @@ def test_the_file_goes_before_the_environment_and_the_command_line_before_both(t
     made = expanded(f"serve --port 1 --config={file}", environment)
     assert made[0] == "serve"
     assert made[-2:] == ["--port", "1"]
-    assert made.index("--kv-memory=1GiB") < made.index("--kv-memory=8GiB")
+    assert "--kv-memory=1GiB" not in made
+
+
+def test_what_may_be_given_several_times_is_replaced_and_not_added_to(tmp_path):
+    assert expanded("demo -p psa", {"SACCADE_POLICY": "lfps"}) == ["demo", "-p", "psa"]
+    assert expanded("demo", {"SACCADE_POLICY": "lfps"}) == ["demo", "--policy=lfps"]
+    file = tmp_path / "options.yaml"
+    file.write_text("quiet: false\n")
+    assert expanded(f"generate hello --config {file}", {"SACCADE_QUIET": "1"}) == ["generate", "hello"]
+    assert expanded("generate -- --config x") == ["generate", "--", "--config", "x"]
+
+
+def test_a_kubernetes_service_of_our_name_is_no_port():
+    assert expanded("serve", {"SACCADE_PORT": "tcp://10.0.0.1:8000"}) == ["serve"]
+    assert expanded("serve", {"SACCADE_PORT": "81"}) == ["serve", "--port=81"]
 
 
 def test_pairs_and_flags_of_the_environment():

@@ -78,11 +78,11 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
 @pytest.mark.parametrize(
     ("slots", "replacement", "each", "host", "unit"),
     [
-        (9, "fifo", 4, False, "block"),
+        (10, "fifo", 4, False, "block"),
         (18, "clock", 1, False, "block"),
-        (9, "lru", 4, True, "block"),
+        (10, "lru", 4, True, "block"),
         (30, "clock", 2, True, "head"),
-        (9, "lru", 4, "disk", "block"),
+        (10, "lru", 4, "disk", "block"),
         *thorough([(100, "lru", 3, False, "block"), (30, "clock", 3, "disk", "block")]),
         *thorough([(30, "clock", 1, True, "head")]),
         *thorough([(30, "clock", 1, True, "block"), (9, "lru", 3, True, "head"), (30, "clock", 1, "disk", "block")]),
@@ -106,7 +106,7 @@ def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, 
 
 @pytest.mark.parametrize(
     ("slots", "replacement", "each", "host", "unit"),
-    [(25, "clock", 4, True, "block"), (28, "lru", 5, True, "head"), (40, "random", 5, False, "block")],
+    [(30, "clock", 4, True, "block"), (28, "lru", 5, True, "head"), (40, "random", 5, False, "block")],
 )
 def test_a_pool_a_layer_gives_the_same_and_keeps_each_layer_to_its_share(
     folder, tmp_path, expected, slots, replacement, each, host, unit

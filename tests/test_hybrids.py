@@ -161,6 +161,42 @@ def test_prefixes_are_shared_where_a_snapshot_stands(pair):
     assert llm.pool.states.used == 0
 
 
+def test_prefixes_are_kept_where_several_chunks_or_rows_apart_reach_them(pair):
+    """``snapkv`` observes the prompt's last 64 rows, which are those of three chunks; under a gap chunks run apart."""
+    document = random_ids(110, seed=60)
+    longer = document + random_ids(60, seed=61)
+    llm = pair.llm(enable_prefix_caching=True)
+    policy = "snapkv(capacity=70)"
+    llm.generate(document, GREEDY, policy=policy)
+    assert llm.generate(longer, GREEDY, policy=policy)[0].report["cached_tokens"] == 32
+    llm = pair.llm(enable_prefix_caching=True, prefill_chunk=40, max_token_gap=0.001)
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    decodes = engine.add(random_ids(9, seed=62), params, llm.policy)
+    while not decodes.output_ids:
+        engine.step()
+    for ids, cached in ((document, 0), (longer, 96)):
+        request = engine.add(ids, GREEDY, llm.policy)
+        while not request.finished:
+            engine.step()
+        assert request.error is None
+        assert request.report.as_dict()["cached_tokens"] == cached
+
+
+@pytest.mark.parametrize("family", ["lfm2", "olmo_hybrid", "qwen3_moe"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_modules_in_bfloat16_take_prompts_of_several_chunks(family, quantize, tmp_path):
+    """Chunks before the last ask the head for no row."""
+    folder, ids = make_checkpoint(family, tmp_path / "made"), random_ids(50, seed=3)
+    made = []
+    for chunk in (24, 64):
+        with LLM(folder, dtype="bfloat16", kv_memory="8MiB", prefill_chunk=chunk, quantize=quantize) as llm:
+            (output,) = llm.generate(ids, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            assert output.error is None
+            made.append(len(output.outputs[0].token_ids))
+    assert made == [4, 4]
+
+
 def test_a_saved_session_has_its_state(pair, llm, tmp_path):
     first, second = random_ids(45, seed=7), random_ids(12, seed=8)
     with llm.session() as session:

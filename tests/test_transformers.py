@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, P
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, ModelError, PolicyError, RequestError, SaccadeError
 from saccade.methods.policy import Policy
+from saccade.models.families import FAMILIES
 from saccade.transformers import SaccadeCache, configure, report
 from saccade.transformers.__main__ import main
 from saccade.transformers.runtime import runtime_of
@@ -28,6 +30,10 @@ POLICIES = (  # one of each way in which a policy knows something
     "cis(k=16)+psaw",
     "flashprefill+arkvale(budget=64)",
 )
+
+
+def keeps(family: str) -> bool:
+    return family in FAMILIES and FAMILIES[family].keeping is not None
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
@@ -71,7 +77,7 @@ def theirs(folder) -> Any:
     return endless(oracle(folder))
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", sorted(one for one in CONFIGS if not keeps(one)))
 def test_every_family_gives_eager_attentions_tokens(family, tmp_path):
     """In a batch with padding; a forward pass without a cache gives its logits."""
     made = make_checkpoint(family, tmp_path / family, tokenizer=False)
@@ -307,3 +313,34 @@ def test_a_command_gets_saccades_attention(folder, tmp_path, monkeypatch, capsys
     assert main(["--policy", "lossless", str(script)]) == 2
     assert "saccade.LLM" in capsys.readouterr().err
     assert main([]) == 2
+
+
+@pytest.mark.parametrize("policy", ["lfps", "h2o"])
+def test_beams_under_methods_that_count_in_native_code(ours, policy):
+    one = ours.generate(**batch((200,)), **greedy(4), saccade=policy)
+    alone = report(ours)[0]["decode"]["keys_attended"]
+    two = ours.generate(**batch((200,)), **greedy(4), saccade=policy, num_beams=2)
+    assert two.shape == one.shape
+    assert report(ours)[0]["decode"]["keys_attended"] == alone  # of a beam as of a run without beams
+
+
+@pytest.mark.parametrize("policy", ["lfps", "snapkv", "h2o", "quest"])
+def test_a_cache_goes_on_under_another_policy(ours, policy):
+    first = ours.generate(**batch((200,)), **greedy(3), saccade="dense", return_dict_in_generate=True)
+    more = ours.generate(first.sequences, **greedy(3), past_key_values=first.past_key_values, saccade=policy)
+    assert more.shape[1] == first.sequences.shape[1] + 3
+    assert report(ours)[0]["decode"]["policy"] != "dense"
+
+
+def test_drafts_that_a_config_asks_for_are_refused_under_sparse_policies(ours):
+    config = copy.deepcopy(ours.generation_config)
+    config.prompt_lookup_num_tokens = 3
+    with pytest.raises(RequestError, match="prompt_lookup_num_tokens goes with saccade='dense' alone"):
+        ours.generate(**batch((200,)), generation_config=config, saccade="lfps")
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "falcon_h1"])
+def test_layers_that_keep_a_state_are_refused_by_name(family, tmp_path):
+    made = make_checkpoint(family, tmp_path / family, tokenizer=False)
+    with pytest.raises(ModelError, match=f"does not serve '{family}': its layers that keep a state"):
+        load(made).generate(**batch((20,)), **greedy(2))

@@ -50,7 +50,11 @@ def chat(
     from saccade.cli.conversation import Conversation, Part
     from saccade.methods.policy import Policy
 
-    chosen = None if policy is None else Policy.parse(policy)
+    chosen, part = None if policy is None else Policy.parse(policy), Part(first, last)
+    if prompt_file is None and part != Part():
+        raise RequestError("--first and --last take a part of a document; give one with -f FILE, or leave them out")
+    if prompt_file is not None and not prompt_file.exists():
+        raise RequestError(f"prompt file {prompt_file} does not exist")
     path = None if session is None else path_of(session)
     if path is not None:
         config = replace(config, session_dir=path)
@@ -60,7 +64,7 @@ def chat(
         at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         conversation = Conversation(llm, chosen, params, _note, session, older, ahead=at_terminal)
         if prompt_file is not None:
-            conversation.load(prompt_file, Part(first, last))
+            conversation.load(prompt_file, part)
         read = terminal_reader(list(conversation.commands), conversation.reading) if at_terminal else _read_line
         if at_terminal:
             under = conversation.policy.text

@@ -51,6 +51,8 @@ def generate(
     """
     document, asked_after = gather(prompt, prompt_file)
     part = Part(first, last)
+    if document is None and part != Part():
+        raise RequestError("--first and --last take a part of a document; give one with -f FILE, or leave them out")
     check_writable(report)
     from saccade.methods.policy import Policy
 

@@ -7,8 +7,10 @@ environment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from saccade.errors import RequestError, shown
 
 FLAG = "--config"
 PREFIX = "SACCADE_"
+_LINK = re.compile(r"(tcp|udp|sctp)://")  # SACCADE_PORT as Kubernetes sets it for a Service named saccade
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -35,11 +38,11 @@ def expanded(args: Sequence[str], group: Any, environment: Mapping[str, str]) ->
         return list(args)
     rest, file = _without_file(rest)
     known = {opt.removeprefix("--"): one for one in command.params for opt in one.opts if opt.startswith("--")}
-    made: list[str] = []
+    made: dict[str, list[str]] = {}  # what the file says goes in the place of what the environment does
     for name, one in known.items():
         text = environment.get(PREFIX + name.upper().replace("-", "_"))
-        if text is not None:
-            made += _as_text(name, one, text, PREFIX + name.upper().replace("-", "_"))
+        if text is not None and not (name == "port" and _LINK.match(text)):
+            made[name] = _as_text(name, one, text, PREFIX + name.upper().replace("-", "_"))
     for key, value in {} if file is None else _read(file):
         name = str(key).replace("_", "-")
         if name not in known:
@@ -49,8 +52,20 @@ def expanded(args: Sequence[str], group: Any, environment: Mapping[str, str]) ->
                 f"{file}: '{key}' is no option of saccade {' '.join(before)}{meant} (see: saccade {' '.join(before)} "
                 "--help)"
             )
-        made += _as_written(name, known[name], value, str(file))
-    return [*before, *made, *rest]
+        if value is not None:
+            made[name] = _as_written(name, known[name], value, str(file))
+    kept = [one for name, ones in made.items() if not _replaced(known[name], rest) for one in ones]
+    return [*before, *kept, *rest]
+
+
+def _replaced(option: Any, args: Sequence[str]) -> bool:
+    """Whether the command line has an option that may be given several times: what it says there is all."""
+    before = list(takewhile(lambda one: one != "--", args))
+    short = tuple(one for one in option.opts if not one.startswith("--"))
+    return option.multiple and any(
+        one.partition("=")[0] in option.opts or (bool(short) and one.startswith(short) and not one.startswith("--"))
+        for one in before
+    )
 
 
 def _without_file(args: list[str]) -> tuple[list[str], Path | None]:
@@ -58,6 +73,8 @@ def _without_file(args: list[str]) -> tuple[list[str], Path | None]:
     file: Path | None = None
     left = iter(args)
     for one in left:
+        if one == "--":
+            return [*rest, one, *left], file
         name, equals, text = one.partition("=")
         if name != FLAG:
             rest.append(one)

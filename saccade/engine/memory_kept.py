@@ -21,7 +21,7 @@ def begin(scheduled: Sequence[ScheduledRequest], memories: Mapping[int, Sequence
     own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]
     for one, kept in own:  # before any other takes the room of a snapshot
         kept.pin(one.start)
-    shared = [_shared_before(one, kept.pool.block) for one, kept in own]
+    shared = [shared_before(one, kept.pool.block) for one, kept in own]
     for (one, kept), place in zip(own, shared):
         kept.begin(one.start, keep=place == one.start)
     for (one, kept), place in zip(own, shared):
@@ -51,9 +51,10 @@ def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
     return StateRows(kept[0].pool.tensors, slots, inner)
 
 
-def _shared_before(rows: ScheduledRequest, block: int) -> int:
-    """After how many tokens others may go on that begin like a prefill that these ``rows`` end, if whole blocks of so
-    many tokens are shared; 0 for none."""
-    if not block or not rows.ends_span or rows.policy.selects_by_chunk:
+def shared_before(rows: ScheduledRequest, block: int) -> int:
+    """After how many tokens others may go on that begin like the prefill that these ``rows`` are of, if whole blocks of
+    so many tokens are shared; 0 for none among these rows."""
+    if not block or rows.phase != "prefill" or rows.policy.selects_by_chunk:
         return 0
-    return max(0, rows.stop - max(1, rows.policy.decode.tail_rows)) // block * block
+    place = max(0, rows.span_stop - max(1, rows.policy.decode.tail_rows)) // block * block
+    return place if rows.start <= place < rows.stop else 0

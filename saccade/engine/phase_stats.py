@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from saccade.engine.device_counts import DeviceCounts
@@ -71,6 +72,11 @@ class PhaseStats:
             self._add_late(late.take())
         for layer in self.layers:
             layer.settle()
+
+    def copied(self) -> PhaseStats:
+        """What was counted so far, for a request that goes on from here on its own."""
+        self.settle()
+        return copy.deepcopy(replace(self, late={}))  # which native code holds
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Densities are attended over causal pairs, in ``density`` of all layers together; keys

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from saccade.engine.batch_control import BatchControl
+from saccade.engine.memory_kept import shared_before
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.row_sampling import RowSampling
@@ -120,6 +121,7 @@ class Scheduler:
             if work.wants_logits and request.awaits_mask:
                 continue
             if turn.apart:
+                work = self._cut(request, work)
                 if self._fits_apart(request, work) and self._reserve(request, work.stop, batch):
                     self.suspended[request.id] = Suspended(request, work)
                 continue
@@ -148,6 +150,7 @@ class Scheduler:
             if work.wants_logits and request.awaits_mask:
                 continue
             if turn.apart:
+                work = self._cut(request, work)
                 if self._fits_apart(request, work):
                     self.suspended[request.id] = Suspended(request, work)
                 continue
@@ -157,6 +160,12 @@ class Scheduler:
         self.control.put_together([work for _, work in batch], self.suspended)
         # Rows that decode come first: layers that leave out rows of a prompt then leave them where they are (host.py).
         return sorted(batch, key=lambda one: one[1].phase == "prefill")
+
+    def _cut(self, request: Request, work: ScheduledRequest) -> ScheduledRequest:
+        """Rows that run apart leave no copy of states in their midst: they end where others may go on."""
+        states = self.pool.states
+        place = 0 if states is None else shared_before(work, states.block)
+        return next_rows(request, place - work.start) if place > work.start else work
 
     def _fits_apart(self, request: Request, work: ScheduledRequest) -> bool:
         """Whether one more chunk may be suspended: what rows carry from layer to layer takes memory. Beside a whole one

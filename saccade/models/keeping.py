@@ -156,7 +156,8 @@ class KeepingLayers:
     def format(self) -> StateFormat:
         """What they keep of a sequence: found by a token through the first of them, which may be without memory."""
         seen = _Shapes()
-        weight = next(self._modules[0].parameters())
+        # Its convolution's, which all have in the model's dtype: others may be float32, or quantised.
+        weight = next(one for one in self._modules[0].parameters() if one.dim() == 3)
         with torch.inference_mode():
             hidden = torch.zeros(1, 1, self._channels, dtype=weight.dtype, device=weight.device)
             split = self._modules[0].forward

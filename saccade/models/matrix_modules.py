@@ -54,7 +54,8 @@ class MatrixProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., channels] -> [..., outputs]."""
-        return self.matrix.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        made = self.matrix.product(x.reshape(-1, x.shape[-1]))
+        return made.view(*x.shape[:-1], self.out_features)  # of no rows, too
 
 
 class MatrixEmbedding(nn.Module):

@@ -10,7 +10,7 @@ def tool_parser_of(template: str) -> str | None:
     """One of ``tools.FORMATS`` whose marks the template writes; None where it is none of them, or knows no tools."""
     if "tools" not in template:
         return None
-    if "<function=" in template and "<parameter=" in template:
+    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
     if "<tool_call>" in template and "arguments" in template and "<arg_key>" not in template:
         return "hermes"

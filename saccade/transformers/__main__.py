@@ -32,12 +32,14 @@ def choose_by_default() -> None:
 
     @functools.wraps(theirs)
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        served = any(one.causal_lm == cls.__name__ for one in FAMILIES.values())
+        served = any(one.causal_lm == cls.__name__ and one.keeping is None for one in FAMILIES.values())
         if served and kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = ATTENTION_NAME
             config = kwargs.get("config")
             if config is not None:
                 config._attn_implementation = ATTENTION_NAME
+        elif kwargs.get("attn_implementation") != ATTENTION_NAME:
+            print(f"saccade: note: {cls.__name__} does not attend by saccade; no policy holds in it", file=sys.stderr)
         return theirs(cls, name, *args, **kwargs)
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
@@ -58,6 +60,7 @@ def main(arguments: list[str]) -> int:
     command, sys.argv = arguments[0], list(arguments)
     choose_by_default()
     if command.endswith(".py") and Path(command).is_file():
+        sys.path.insert(0, str(Path(command).resolve().parent))  # as Python itself does
         runpy.run_path(command, run_name="__main__")
         return 0
     found = entry_points(group="console_scripts", name=command)

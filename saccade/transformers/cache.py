@@ -55,6 +55,7 @@ class SaccadeCache(Cache):
         self.runtime = runtime
         self.policy = runtime.policy if policy is None else usable(Policy.parse(policy))
         self._rows: list[Row] = []
+        self._checked: Policy | None = None  # the policy that rows run under
         self._columns = 0
         self._mask: Tensor | None = None  # bool [batch, columns] on the host; None: no column is padding
         self._prompt: tuple[int, Tensor | None] | None = None  # columns and mask of one that comes in chunks
@@ -160,14 +161,17 @@ class SaccadeCache(Cache):
 
     def _planned(self, q: Tensor, k: Tensor, mask: Tensor | None, spec: LayerAttention) -> Pass:
         running, batch, columns = self.runtime.run_on(q, k), q.shape[0], q.shape[2]
-        if not self._rows:
+        said = None
+        if self.policy != self._checked:
             running.checks.policy(self.policy)
             self.policy, said = running.checks.located(self.policy)
+            self._checked = self.policy
+        if not self._rows:
             self._rows = [Row.new(self.runtime, running, self.policy) for _ in range(batch)]
             self._ids |= {row.id for row in self._rows}
-            for row in self._rows if said is not None else ():
-                row.report.note(said or "")
             self.runtime.reports = self.reports
+        for row in self._rows if said is not None else ():
+            row.report.note(said or "")
         if batch != len(self._rows):
             raise SaccadeError(f"a batch of {batch} on a cache of {len(self._rows)} sequences; begin with a new cache")
         whole = self._whole_mask(mask, batch, columns)
@@ -223,8 +227,9 @@ class SaccadeCache(Cache):
             for number in order:
                 row = self._rows[number]
                 if number in taken:
-                    made = copy.copy(row)
-                    made.id, made.request, made.report = new_sequence_id(), new_request_id(), copy.deepcopy(row.report)
+                    made, counted = copy.copy(row), copy.copy(row.report)
+                    counted.prefill, counted.decode = row.report.prefill.copied(), row.report.decode.copied()
+                    made.id, made.request, made.report = new_sequence_id(), new_request_id(), copy.deepcopy(counted)
                     memories.fork(row.id, made.id)
                     self._ids.add(made.id)
                     row = made

@@ -48,7 +48,7 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
     elif saccade is not None:
         cache.policy = usable(Policy.parse(saccade))
     if not cache.policy.decode.is_dense or not cache.policy.prefill.is_dense:
-        _refuse_rollbacks(kwargs, cache.policy)
+        _refuse_rollbacks(self, kwargs, named.get("generation_config"), cache.policy)
     chosen = kwargs.get("generation_config", named.get("generation_config"))
     ids = kwargs.get("input_ids", kwargs.get("inputs", named.get("inputs")))
     if _asked("prefill_chunk_size", self, kwargs, chosen) is not None and isinstance(ids, torch.Tensor):
@@ -95,10 +95,10 @@ def _refuse(model: Any, kwargs: dict[str, Any], positional: Any) -> None:
         raise RequestError("custom_generate: another loop than transformers' own is not served; use 'sdpa'")
 
 
-def _refuse_rollbacks(kwargs: dict[str, Any], policy: Policy) -> None:
+def _refuse_rollbacks(model: Any, kwargs: dict[str, Any], positional: Any, policy: Policy) -> None:
     """Drafted tokens are read several at a time and taken back, which a sparse method's rows are not made for."""
     for name in ("assistant_model", "prompt_lookup_num_tokens"):
-        if kwargs.get(name) is not None:
+        if _asked(name, model, kwargs, kwargs.get("generation_config", positional)) is not None:
             raise RequestError(
                 f"{name} goes with saccade='dense' alone, not with '{policy.text}'; leave one of them out"
             )

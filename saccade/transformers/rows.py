@@ -38,6 +38,7 @@ class Row:
     prefill: tuple[int, int] = (0, 0)
     after_cut: bool = False
     decodes_from: int | None = None
+    under: Policy | None = None  # the policy of its last prompt
 
     @classmethod
     def new(cls, runtime: Runtime, running: Running, policy: Policy) -> Row:
@@ -118,9 +119,10 @@ class Pass:
                 continue
             row.report.schedule(began)
             runtime.memories[row.id].kv.reserve(end)
-            if columns == 1 and row.stored and row.stored >= row.prefill[1]:
+            if columns == 1 and row.stored and row.stored >= row.prefill[1] and row.under == policy:
                 decoding.append(number)
                 continue
+            row.under = policy
             if row.stored >= row.prefill[1]:  # a prompt begins, or a turn
                 row.prefill = row.stored, end if total is None else total[number]
                 row.after_cut = row.seen > row.stored

@@ -25,7 +25,7 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.methods.verified import Verified
 from saccade.models.attention import ATTENTION_NAME
 from saccade.models.calibration import Calibrations
-from saccade.models.families import FAMILIES, configured_windows
+from saccade.models.families import FAMILIES, configured_windows, keeping_layers
 from saccade.models.hf_config import max_position
 from saccade.models.interface import ModelSpec
 from saccade.ops import fa4
@@ -65,6 +65,11 @@ class Runtime:
                 f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}' (served: "
                 f"{', '.join(sorted(FAMILIES))}); of a model of several parts give it the text alone: "
                 "attn_implementation={'text_config': 'saccade', ...}"
+            )
+        if keeping_layers(FAMILIES[model_type], config):
+            raise ModelError(
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its layers that keep a state "
+                "need a cache of their own; use saccade.LLM, or attn_implementation='sdpa'"
             )
         self._config = weakref.ref(config)
         self.policy = usable(Policy.parse(os.environ.get(POLICY) or "dense"))
