@@ -61,28 +61,18 @@ class HostBackend:
         result: StepResult,
         times: int = 1,
         goes_on: bool = False,
+        all_rows: bool = False,
     ) -> HostPass:
-        """See AttentionBackend. A step runs once, and none is launched ahead."""
-        spec, wants_all = self.setting.spec, self.setting.watch.wants_all
-        frozen = frozen_rows(step.scheduled, spec.layers, wants_all if spec.ends_attending else _all_rows)
-        return HostPass(
-            self.runner, step, result, self.attend(step, memories, result, frozen), self.setting.watch.logits
-        )
-
-    def attend(
-        self,
-        step: StepInput,
-        memories: Mapping[int, SequenceMemory],
-        result: StepResult,
-        frozen: FrozenRows | None = None,
-    ) -> HostAttention:
-        """The attention of ``step``, whoever runs the layers; rows that are ``frozen`` are not to come."""
+        """See AttentionBackend. A step runs once, and none is launched ahead. ``all_rows``: whoever runs the layers
+        reads the outputs of all rows."""
         rows = [
             RequestRows(one, memories[one.sequence_id], results_of(result.requests, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)
         ]
-        setting = self.setting
+        setting, spec = self.setting, self.setting.spec
         self.done()
+        wants_all = setting.watch.wants_all if spec.ends_attending and not all_rows else _all_rows
+        frozen = frozen_rows(step.scheduled, spec.layers, wants_all)
         hosted = self._hosting.gather(rows, frozen is None)
         attention = HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         gone = {id(one) for part in hosted for one in part.requests}
@@ -90,9 +80,9 @@ class HostBackend:
         storage = joined[0].memory.kv.pool.storage if joined else None
         if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
             attention.why_apart = (
-                KEEPS if setting.spec.states is not None and storage is not None and storage.k.is_cuda else ONE_BY_ONE
+                KEEPS if spec.states is not None and storage is not None and storage.k.is_cuda else ONE_BY_ONE
             )
-        elif frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
+        elif frozen is not None and joined[-1].first > _earliest(frozen, spec.layers):
             attention.why_apart = "rows before it are frozen in some layers"  # it moves up where they are left out
         else:
             held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
@@ -100,7 +90,7 @@ class HostBackend:
             left = [one for one in joined if id(one) not in attention.together]
             attention.resolved = resolved(setting, self.fixed, left, self._own_products) if left else {}
             attention.joined = JoinedRows(setting, self.fixed, held, self._own_products) if held else None
-        return attention
+        return HostPass(self.runner, step, result, attention, setting.watch.logits)
 
 
 @dataclass

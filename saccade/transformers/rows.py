@@ -182,7 +182,7 @@ class Pass:
         unread = torch.empty(0, dtype=torch.int64)  # transformers embeds and rotates
         step = StepInput(tuple(scheduled), unread, unread, tuple(starts))
         result = StepResult({one.request_id: RequestResult.of(one) for one in scheduled})
-        attention = running.backend.attend(step, self.runtime.memories, result)
+        attention = running.backend.plan(step, self.runtime.memories, result, all_rows=True).attention
         self.parts.append(Part(attention, scheduled, result, numbers, places))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
