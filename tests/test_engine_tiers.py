@@ -85,7 +85,7 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
         (10, "lru", 4, "disk", "block"),
         *thorough([(100, "lru", 3, False, "block"), (30, "clock", 3, "disk", "block")]),
         *thorough([(30, "clock", 1, True, "head")]),
-        *thorough([(30, "clock", 1, True, "block"), (9, "lru", 3, True, "head"), (30, "clock", 1, "disk", "block")]),
+        *thorough([(30, "clock", 1, True, "block"), (10, "lru", 3, True, "head"), (30, "clock", 1, "disk", "block")]),
     ],
 )
 def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host, unit):
