@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from saccade.cli import model_names
 from saccade.cli.model_names import BUILT_IN, FETCHED, check_name
 from saccade.errors import ModelError
 from saccade.models import catalogue, hub, reference
@@ -26,6 +27,7 @@ def test_a_wrong_name_is_refused_before_torch_is_imported():
 def test_names_are_those_of_the_models_there_are(tmp_path, monkeypatch):
     assert set(BUILT_IN) == set(reference.NAMES)
     assert set(FETCHED) == set(catalogue.ENTRIES)
+    assert model_names._HUB.pattern == hub._NAME.pattern
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for name in ("mine", "Qwen/Qwen3-8B", "a/b@main", *BUILT_IN, *FETCHED):

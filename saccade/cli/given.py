@@ -105,9 +105,7 @@ def _read(file: Path) -> Any:
 
 
 def _as_written(name: str, option: Any, value: Any, where: str) -> list[str]:
-    """A value of YAML as arguments; none for null."""
-    if value is None:
-        return []
+    """A value of YAML, not null, as arguments."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise RequestError(f"{where}: {name}={shown(value)} must be true or false")
