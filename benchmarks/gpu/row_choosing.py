@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from functools import lru_cache
 
 import torch
 from harness import time_ms
@@ -23,6 +24,9 @@ from saccade.methods.sampled_rows import SampledRows
 from saccade.ops.triton import row_shares
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.selection import Dense
+
+
+generate = lru_cache(2)(generate)
 
 
 def kernels(call) -> str:
