@@ -28,6 +28,15 @@ from saccade.selection import Dense
 
 generate = lru_cache(2)(generate)
 
+TRIED = (  # sampled rows, key blocks, warps, stages, keys laid out first
+    (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 32, 8, 2, True), (128, 256, 8, 2, True), (256, 64, 16, 2, True),
+    (256, 64, 16, 3, True), (256, 64, 8, 2, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True), (192, 64, 8, 2, True),
+    (128, 64, 4, 2, True), (128, 64, 8, 2, False),
+)  # fmt: skip
+TRIED_WIDE = (
+    (32, 64, 4, 2, False), (64, 64, 4, 2, True), (64, 64, 8, 2, True), (128, 64, 8, 2, True), (128, 64, 8, 1, True),
+)  # fmt: skip
+
 
 def kernels(call) -> str:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
@@ -43,7 +52,13 @@ def kernels(call) -> str:
 
 
 def case(
-    length: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, rows: int = 8, each: int = 0, family: str = "topics"
+    length: int,
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    rows: int = 8,
+    each: int = 0,
+    family: str = "topics",
 ) -> None:
     """A prompt of ``length`` in one piece, or in chunks of ``each``."""
     made = generate(family, heads, kv_heads, dim, length, torch.bfloat16, "cuda")
@@ -55,7 +70,9 @@ def case(
     called = lambda: [method.select_prefill(chunk) for chunk in chunks]  # noqa: E731
     choosing = time_ms(called, 200)
     whole = chunks[-1] if each else Chunk.of(made.q, view)
-    dense = time_ms(lambda: attend_prefill(made.q, view, Dense(whole.shape if not each else _shape(made)), scale=whole.scale), 100)
+    dense = time_ms(
+        lambda: attend_prefill(made.q, view, Dense(whole.shape if not each else _shape(made)), scale=whole.scale), 100
+    )
     print(
         f"{family} {length} heads {heads}/{kv_heads} of {dim}, {rows} rows, {f'chunks of {each}' if each else 'one piece'}: "
         f"{choosing:.3f} ms, {100 * choosing / dense:.1f} % of dense ({dense:.1f}): {kernels(called)}",
@@ -69,25 +86,18 @@ def _shape(made):
     return Shape.suffix(made.q.shape[0], made.k.shape[0], made.q.shape[1], made.k.shape[1])
 
 
-def sweep(length: int, dim: int = 128, group: int = 4) -> None:
-    made = generate("topics", 8 * group, 8, dim, length, torch.bfloat16, "cuda")
+def sweep(length: int, dim: int, heads: int, kv_heads: int, tried: tuple[tuple[int, int, int, int, bool], ...]) -> None:
+    made = generate("topics", heads, kv_heads, dim, length, torch.bfloat16, "cuda")
     chunk = Chunk.of(made.q, KVView.from_tensors(made.k, made.v, shuffle_seed=1))
-    tried = [
-        row_shares.Config(rows, span, warps, stages, copy)
-        for rows, span, warps, stages, copy in (
-            (128, 64, 8, 2, True), (128, 64, 8, 3, True), (128, 32, 8, 2, True), (128, 128, 8, 2, True),
-            (128, 256, 8, 2, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True), (256, 64, 8, 2, True),
-            (128, 64, 4, 2, True), (128, 64, 8, 2, False), (64, 64, 4, 2, False),
-        )
-    ]  # fmt: skip
-    for config in tried:
+    for numbers in tried:
+        config = row_shares.Config(*numbers)
         call = lambda config=config: row_shares._run(  # noqa: E731
             chunk.q, chunk.kv, chunk.shape, 8, 128, 0.8, 0.002, chunk.scale, None, False, config
         )
         try:
-            print(f"  {length} of {dim}: {config}: {time_ms(call, 100):.3f} ms: {kernels(call)}", flush=True)
+            print(f"  {length} of {dim}: {numbers}: {time_ms(call, 100):.3f} ms: {kernels(call)}", flush=True)
         except Exception as error:
-            print(f"  {length} of {dim}: {config}: {type(error).__name__} {str(error)[:100]}", flush=True)
+            print(f"  {length} of {dim}: {numbers}: {type(error).__name__} {str(error)[:100]}", flush=True)
 
 
 @torch.inference_mode()
@@ -101,8 +111,8 @@ def main() -> None:
         case(length)
     if given.cases:
         for options in (
-            {"rows": 16}, {"each": 8192}, {"each": 4096}, {"heads": 24}, {"heads": 28, "kv_heads": 4}, {"dim": 64},
-            {"dim": 256, "heads": 16, "kv_heads": 4},
+            {"each": 8192}, {"each": 4096}, {"rows": 16}, {"dim": 256, "heads": 16, "kv_heads": 4},
+            {"heads": 28, "kv_heads": 4}, {"heads": 24}, {"dim": 64},
         ):  # fmt: skip
             for length in (131072, 32768):
                 try:
@@ -110,8 +120,10 @@ def main() -> None:
                 except Exception as error:
                     print(f"{length} {options}: {type(error).__name__} {str(error)[:200]}", flush=True)
     if given.sweep:
-        for length in (131072, 32768):
-            sweep(length)
+        sweep(131072, 128, 32, 8, TRIED)
+        sweep(32768, 256, 16, 4, TRIED_WIDE)
+        sweep(32768, 64, 32, 8, TRIED[:2])
+        sweep(32768, 128, 32, 8, TRIED[:4])
 
 
 if __name__ == "__main__":
