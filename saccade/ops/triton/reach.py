@@ -55,7 +55,7 @@ class Reach:
         width = pad(k_blocks)
         _reach[(q_blocks, count)](
             self.sums, self.taken, self.shares, self.offsets, head, self.own, q_blocks, k_blocks, threshold, lagging,
-            bar, WIDTH=width, SHARES=self.wants_shares, num_warps=min(8, max(1, width // 512)),
+            bar, WIDTH=width, SHARES=self.wants_shares, num_warps=min(8, max(1, width // 1024)),
         )  # fmt: skip
 
     def lists(self, shape: Shape, block_size: int) -> Blocks:
