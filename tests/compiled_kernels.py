@@ -164,6 +164,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (row_shares._weigh, {**copied, **sampled, "LISTED": listed}, {"num_warps": 8})
             for listed in (False, True)
         ),
+        *(
+            (
+                row_shares._weigh,
+                {**copied, **sampled, "LISTED": False, "D": width, "D_PAD": width, "tiles": {"k_pool": (128, width)}},
+                {"num_warps": 8},
+            )
+            for width in (64, 256)
+        ),
         (
             antidiagonals._weigh_rows,
             {

@@ -46,7 +46,9 @@ class Reach:
         q_blocks, k_blocks = self.blocks
         each = pad(self.each, 1)
         together = min(pad(q_blocks, 1), max(1, 128 // each))  # query blocks of a program
-        while together > 1 and together * each > 8 and -(-q_blocks // together) * count < 2 * processors(self.sums.device):
+        while (
+            together > 1 and together * each > 8 and -(-q_blocks // together) * count < 2 * processors(self.sums.device)
+        ):
             together //= 2
         _add_rows[(-(-q_blocks // together), count)](
             self.weights, self.sums, self.rows, self.ahead, self.own, q_blocks, k_blocks, EACH=self.each,

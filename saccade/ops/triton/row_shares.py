@@ -23,6 +23,7 @@ from saccade.ops.triton.reach import MOST_BYTES, Reach
 from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
+FEW = 65536  # rows up to which half as long stretches of key blocks even out what programs have to do
 LONG = 8192  # rows from which on a copy of the keys was measured to pay; not tried for fewer
 
 
@@ -39,9 +40,10 @@ class Config:
 
 
 def config_for(q: Tensor) -> Config:
-    if q.element_size() > 2 or q.shape[-1] > 128:
+    copy = is_hopper(q.device) and q.shape[1] >= LONG
+    if q.element_size() > 2 or (q.shape[-1] > 128 and not copy):
         return Config(rows=32, warps=4)
-    return Config(copy=is_hopper(q.device) and q.shape[1] >= LONG)
+    return Config(span=32 if q.shape[1] <= FEW else 64, copy=copy)
 
 
 def choose(
@@ -128,12 +130,13 @@ def _run(
     if scale <= 0:
         q, scale = q * scale, 1.0
     given, paged = in_rows(q), kv.paged()
+    # First of all, for the device copies while the host sees to the rest.
+    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
     own = shape.q_start // block_size
     q_blocks = (shape.q_start + q_len - 1) // block_size - own + 1
     slots, k_blocks = q_blocks * rows, -(-shape.k_len // block_size)
     found = Reach(q, (q_blocks, k_blocks), own, slots, rows, 0, wants_shares)
     weights, together = found.weights, len(found.weights)
-    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
     for head in range(0, heads, together):
         count = min(together, heads - head)
         _weigh[(-(-slots // config.rows), -(-k_blocks // config.span), count)](
