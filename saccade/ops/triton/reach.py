@@ -1,5 +1,5 @@
-"""From the weights of some rows to the key blocks that query blocks read: the steps that choosing by sampled rows and by
-antidiagonals have in common. Weights lie key block by key block, so that a kernel that makes them writes those of
+"""From the weights of some rows to the key blocks that query blocks read: the steps that choosing by sampled rows and
+by antidiagonals have in common. Weights lie key block by key block, so that a kernel that makes them writes those of
 neighbouring rows together. One kernel adds the rows of a query block up, many query blocks at a time, so that it reads
 weights as they lie, and writes the sums of a query block together; few warps then find where they reach the threshold.
 """
