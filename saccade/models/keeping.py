@@ -6,9 +6,11 @@ cache is a view of the engine's tensors (``interface.StateRows``), so what a mod
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,12 +21,35 @@ from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
 
 
+class _Held:
+    """One layer's states as modules of transformers 5.17 look them up in a cache: by number."""
+
+    record_past = False
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self.conv_states = _numbered(parts, "conv")
+        self.recurrent_states = _numbered(parts, "recurrent")
+
+
+def _numbered(parts: Mapping[str, Tensor], kind: str) -> dict[int, Tensor]:
+    return {int(name.removeprefix(kind)): part for name, part in parts.items() if name.startswith(kind)}
+
+
 class _Cache:
     """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place. A state
     before the first token is zeros, as modules pad without one."""
 
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         self.parts = parts
+
+    # Up to some version after 5.17 modules ask whether there is a state, and look into a layer for it.
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    @cached_property
+    def layers(self) -> Mapping[int, _Held]:
+        held = _Held(self.parts)
+        return defaultdict(lambda: held)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -51,6 +76,9 @@ class _Shapes:
 
     def __init__(self) -> None:
         self.parts: list[StatePart] = []
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -161,10 +189,9 @@ class KeepingLayers:
         with torch.inference_mode():
             hidden = torch.zeros(1, 1, self._channels, dtype=weight.dtype, device=weight.device)
             split = self._modules[0].forward
-            for keyword in ("cache_params", "past_key_values"):
-                split.inner(hidden_states=hidden, **{keyword: seen})
-                if seen.parts:
-                    break
+            asked = signature(split.inner).parameters
+            keyword = next(name for name in ("cache_params", "past_key_values") if name in asked)
+            split.inner(hidden_states=hidden, **{keyword: seen})
         return StateFormat(len(self.places), tuple(seen.parts))
 
     def pieces(self, states: StateRows | None, segments: Sequence[Segment], device: torch.device) -> _Pieces:
