@@ -29,7 +29,8 @@ def draw(n: int, head_dim: int, dtype: torch.dtype, seed: int, heads: int = 8) -
     ],
 )
 @pytest.mark.parametrize(
-    ("q_len", "n", "rows", "size"), [(3000, 3000, 8, 128), (1000, 5013, 16, 64), (77, 2000, 3, 32)]
+    ("q_len", "n", "rows", "size"),
+    [(3000, 3000, 8, 128), (9000, 11003, 8, 128), (1000, 5013, 16, 64), (77, 2000, 3, 32)],
 )
 @pytest.mark.parametrize("copied", [False, True])
 def test_shares_and_lists(q_len, n, rows, size, dtype, head_dim, heads, copied, monkeypatch):
