@@ -3,7 +3,8 @@
     python benchmarks/gpu/row_choosing.py [--cases] [--sweep]
 
 One layer, bfloat16, 32 query and 8 KV heads of 128. Each line: what, milliseconds of the method's call by events on the
-device (median), its share of our dense kernel's, and each kernel's milliseconds by torch's profiler. ``--cases``: other
+device (median), which the host's start is part of, and of calls one behind the other, their shares of our dense
+kernel's, and each kernel's milliseconds by torch's profiler. ``--cases``: other
 groups and heads, and chunks, too. ``--sweep``: ways to launch the products.
 """
 
@@ -78,11 +79,13 @@ def case(length: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, each: 
         for chunk in chunks:
             method.select_prefill(chunk)
 
-    choosing = time_ms(choose, 200)
+    choosing = time_ms(choose, 150)
+    behind = time_ms(lambda: [choose() for _ in range(5)], 150) / 5
     dense = time_ms(lambda: attend_prefill(made.q, view, Dense(shape), scale=chunks[0].scale), 100)
     print(
         f"{length}, {heads}/{kv_heads} heads of {dim}{f', chunks of {each}' if each else ''}: {choosing:.3f} ms, "
-        f"{100 * choosing / dense:.1f} % of dense ({dense:.1f}): {kernels(choose)}",
+        f"{behind:.3f} behind another, {100 * choosing / dense:.1f} and {100 * behind / dense:.1f} % of dense "
+        f"({dense:.1f}): {kernels(choose)}",
         flush=True,
     )
 

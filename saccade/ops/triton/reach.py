@@ -37,7 +37,7 @@ class Reach:
         self.weights = torch.empty(together, blocks[1], rows, dtype=torch.float32, device=device)
         self.sums = torch.empty(together, *blocks, dtype=torch.float32, device=device)
         self.taken = torch.empty(heads, *blocks, dtype=torch.int8, device=device)
-        self.offsets = torch.zeros(heads * blocks[0] + 1, dtype=torch.int64, device=device)
+        self.offsets = torch.empty(heads * blocks[0] + 1, dtype=torch.int64, device=device)
         self.wants_shares = wants_shares
         self.shares = torch.empty(self.taken.shape if wants_shares else (1,), dtype=torch.float32, device=device)
 
@@ -146,4 +146,6 @@ def _reach(
     marks = (wanted | always).to(tl.int8)
     tl.store(taken + line + block, marks, mask=block < k_blocks)
     row = (head_from + tl.program_id(1)) * q_blocks + tl.program_id(0)
+    if row == 0:
+        tl.store(offsets, tl.cast(0, tl.int64))
     tl.store(offsets + 1 + row, tl.sum(marks.to(tl.int32), 0).to(tl.int64))

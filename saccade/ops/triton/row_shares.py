@@ -24,7 +24,7 @@ from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
 FEW = 65536  # rows up to which half as long stretches of key blocks even out what programs have to do
-LONG = 8192  # rows from which on a copy of the keys was measured to pay; not tried for fewer
+LONG = 4096  # rows from which on a copy of the keys pays
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def config_for(q: Tensor) -> Config:
     copy = is_hopper(q.device) and q.shape[1] >= LONG
     if q.element_size() > 2 or (q.shape[-1] > 128 and not copy):
         return Config(rows=32, warps=4)
-    return Config(span=32 if q.shape[1] <= FEW else 64, copy=copy)
+    return Config(span=32 if q.shape[1] <= FEW else 64, stages=3 if q.shape[-1] <= 64 else 2, copy=copy)
 
 
 def choose(
