@@ -84,9 +84,7 @@ class Rotary:
 
     def _ask(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
         asked = positions[None]
-        if hasattr(
-            self._module, "mrope_section"
-        ):  # text: time, height and width are one position; 5.17 asks for all three
+        if hasattr(self._module, "mrope_section"):  # of text, time, height and width are one; 5.17 asks for all three
             asked = asked[None].expand(3, -1, -1)
         cos, sin = self._module(x, asked, *layer_type)
         return cos[0], sin[0]
