@@ -73,7 +73,8 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (block_pairs._pairs, {"SIZE": 128, "SPAN": block_pairs.SPAN}, {"num_warps": 4}),
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
-        (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (reach._add_rows, {"EACH": 8, "PADDED": 8, "TOGETHER": 16, "KEYS": 16}, {"num_warps": 4}),
+        (reach._reach, {"WIDTH": 1024, "SHARES": False}, {"num_warps": 1}),
         (block_rows._split, {"PER_UNIT": 4, "WIDTH": block_rows.WIDTH}, {"num_warps": 4}),
         (fp8._add_norm, {"CHANNELS": 4096, "WIDTH": 4096, "ADDS": True, **E4M3}, {"num_warps": 4}),
         (fp8._gated, {"INNER": 14336, "WIDTH": 16384, **E4M3}, {"num_warps": 16}),
@@ -162,6 +163,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         *(
             (row_shares._weigh, {**copied, **sampled, "LISTED": listed}, {"num_warps": 8})
             for listed in (False, True)
+        ),
+        *(
+            (
+                row_shares._weigh,
+                {**copied, **sampled, "LISTED": False, "D": width, "D_PAD": width, "tiles": {"k_pool": (128, width)}},
+                {"num_warps": 8},
+            )
+            for width in (64, 256)
         ),
         (
             antidiagonals._weigh_rows,

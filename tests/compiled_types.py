@@ -58,7 +58,8 @@ OTHERS = {
     means._means: {"out": "*fp32"},
     pages._copy: {"v_from": "i64", "v_to": "i64", "which": "*i64", "where": "*i64", "count": "*i64"},  # keys lie low
     prefill_together._together: {"table": "*i64", "none": "*fp32"},
-    reach.reach: {"found": "*fp32", "rows": "i32"},
+    reach._add_rows: {"sums": "*fp32", "rows": "i32"},
+    reach._reach: {"sums": "*fp32", "found": "*fp32"},
     block_pairs._pairs: {"found": "*i64"},
     choose._count: {"arrived": "*i64"},
     block_summaries._summarize: {"made": "*fp32"},

@@ -13,7 +13,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.sampled_rows import SampledRows
 from saccade.ops import cpu, cpu_sums
-from saccade.ops.row_shares import _sums, row_shares, sampled_rows
+from saccade.ops.row_shares import _sums, row_shares, sampled_count, sampled_rows
 from saccade.selection import Blocks, Dense, Shape
 
 HEADS, KV_HEADS, D = 4, 2, 16
@@ -48,6 +48,13 @@ def test_rows_lie_in_the_middle_of_equal_stretches():
     rows, q_block = sampled_rows(Shape.suffix(1, 1, 70, 100), 4, 32)  # blocks of 2, 32, 32 and 4 rows
     assert rows.tolist() == [0, 1, 6, 14, 22, 30, 38, 46, 54, 62, 66, 67, 68, 69]
     assert q_block.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("q_len", "n"), [(70, 100), (1, 1), (3, 64), (64, 64), (65, 65), (200, 333), (31, 100)])
+@pytest.mark.parametrize(("rows", "size"), [(4, 32), (32, 32), (8, 64), (1, 128)])
+def test_they_are_counted_without_being_listed(q_len, n, rows, size):
+    shape = Shape.suffix(1, 1, q_len, n)
+    assert sampled_count(shape, rows, size) == sampled_rows(shape, rows, size)[0].numel()
 
 
 @pytest.mark.parametrize(("rows", "n"), CALLS)

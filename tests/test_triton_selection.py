@@ -115,6 +115,24 @@ def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, mon
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 128), (4, 256), (7, 64)])
+@pytest.mark.parametrize("copied", [False, True])
+def test_sampled_rows_of_many_query_blocks(group, head_dim, copied, monkeypatch):
+    """Groups and heads of other sizes, ragged appended chunks, more query blocks than a program adds up."""
+    chunk = chunk_of(2 * group, 2, 301, 523, head_dim, seed=group)
+    tiles = on_device.Config(rows=64, span=5, warps=4, copy=copied)
+    monkeypatch.setattr(on_device, "config_for", lambda q: tiles)
+    for rows, size in ((8, 32), (5, 64)):
+        at = chunk.kv, chunk.shape, rows, size
+        shares = on_device.shares(chunk.q, *at, chunk.scale)
+        torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale), atol=1e-5, rtol=1e-5)
+        mask = SampledRows(0.02, 0.7, rows, size)._taken(shares, chunk.shape.q_start // size)
+        want = Blocks.from_block_mask(chunk.shape, size, mask)
+        got = on_device.choose(chunk.q, *at, 0.7, 0.02, chunk.scale)
+        assert torch.equal(got.offsets, want.offsets)
+        assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
+
+
 @pytest.mark.parametrize(("q_len", "n"), [(72, 200), (51, 97)])
 def test_keys_laid_out_in_one_piece_first(q_len, n, monkeypatch):
     """Rows of tiles that begin and end with one, or are cut at both ends; shares as those over pages."""

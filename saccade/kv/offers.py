@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from saccade.kv.tiers import Tiers
 
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
-READS_HOST = False  # whether what is absent is read where it lies
+READS_HOST = True  # whether what is absent is read where it lies
 MOST_LATE = 32  # parts of a layer that then take slots in one step
 Array = np.ndarray[Any, Any]
 

@@ -28,7 +28,7 @@ from saccade.methods.base import Chunk
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
-from saccade.ops.row_shares import row_shares, sampled_rows
+from saccade.ops.row_shares import row_shares, sampled_count
 from saccade.ops.scores import NOT_FINITE, needed_shares
 from saccade.selection import Blocks, Dense, Selection
 
@@ -60,7 +60,7 @@ class SampledRows(BlockMethod):
         if self.threshold <= 0.0 or self.gamma >= 1.0 or (shape.k_len - 1) // size <= 1:
             return Dense(shape)
         at = chunk.q, chunk.kv, shape, self.rows, size
-        chunk.cost.scored += sampled_rows(shape, self.rows, size)[0].numel() * shape.k_len
+        chunk.cost.scored += sampled_count(shape, self.rows, size) * shape.k_len
         if chunk.q.is_cuda and triton.serves_tiles(chunk.q, chunk.kv, shape.k_len, size) is None:
             from saccade.ops.triton.row_shares import choose
 

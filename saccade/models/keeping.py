@@ -6,10 +6,11 @@ cache is a view of the engine's tensors (``interface.StateRows``), so what a mod
 
 from __future__ import annotations
 
-import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,12 +23,35 @@ from saccade.models.interface import Segment, StateRows
 from saccade.ops.cpu_delta import on_cpu
 
 
+class _Held:
+    """One layer's states as modules of transformers 5.17 look them up in a cache: by number."""
+
+    record_past = False
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self.conv_states = _numbered(parts, "conv")
+        self.recurrent_states = _numbered(parts, "recurrent")
+
+
+def _numbered(parts: Mapping[str, Tensor], kind: str) -> dict[int, Tensor]:
+    return {int(name.removeprefix(kind)): part for name, part in parts.items() if name.startswith(kind)}
+
+
 class _Cache:
     """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place. A state
     before the first token is zeros, as modules pad without one."""
 
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         self.parts = parts
+
+    # Up to some version after 5.17 modules ask whether there is a state, and look into a layer for it.
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    @cached_property
+    def layers(self) -> Mapping[int, _Held]:
+        held = _Held(self.parts)
+        return defaultdict(lambda: held)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -54,6 +78,9 @@ class _Shapes:
 
     def __init__(self) -> None:
         self.parts: list[StatePart] = []
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -146,7 +173,7 @@ _RULES = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
 
 def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
-    forward = inspect.unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
+    forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
     found = {name: on_cpu(forward.__globals__[name]) for name in _RULES if name in forward.__code__.co_names}
     if not found:
         return module.forward  # type: ignore[no-any-return]
@@ -180,10 +207,9 @@ class KeepingLayers:
         with torch.inference_mode():
             hidden = torch.zeros(1, 1, self._channels, dtype=weight.dtype, device=weight.device)
             split = self._modules[0].forward
-            for keyword in ("cache_params", "past_key_values"):
-                split.inner(hidden_states=hidden, **{keyword: seen})
-                if seen.parts:
-                    break
+            asked = signature(split.inner).parameters
+            keyword = next(name for name in ("cache_params", "past_key_values") if name in asked)
+            split.inner(hidden_states=hidden, **{keyword: seen})
         return StateFormat(len(self.places), tuple(seen.parts))
 
     def pieces(self, states: StateRows | None, segments: Sequence[Segment], device: torch.device) -> _Pieces:

@@ -83,7 +83,10 @@ class Rotary:
         return table.rows(positions)
 
     def _ask(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
-        cos, sin = self._module(x, positions[None], *layer_type)
+        asked = positions[None]
+        if hasattr(self._module, "mrope_section"):  # of text, time, height and width are one; 5.17 asks for all three
+            asked = asked[None].expand(3, -1, -1)
+        cos, sin = self._module(x, asked, *layer_type)
         return cos[0], sin[0]
 
     def _by_regime(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> CosSin:

@@ -28,6 +28,16 @@ def sampled_rows(shape: Shape, rows: int, block_size: int) -> tuple[Tensor, Tens
     return row[there], torch.arange(q_blocks, device="cpu")[:, None].expand_as(there)[there]
 
 
+def sampled_count(shape: Shape, rows: int, block_size: int) -> int:
+    """How many rows :func:`sampled_rows` has."""
+    first, last = shape.q_start // block_size, (shape.q_start + shape.q_len - 1) // block_size
+    if first == last:
+        return min(rows, shape.q_len)
+    ahead = (first + 1) * block_size - shape.q_start
+    behind = shape.q_start + shape.q_len - last * block_size
+    return min(rows, ahead) + (last - first - 1) * min(rows, block_size) + min(rows, behind)
+
+
 def row_shares(
     q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None = None
 ) -> Tensor:

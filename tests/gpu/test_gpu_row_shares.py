@@ -14,19 +14,29 @@ from saccade.ops.triton import row_shares as on_device
 from saccade.selection import Blocks
 
 
-def draw(n: int, head_dim: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, ...]:
-    return tuple(part.to("cuda", dtype) for part in planted_heads(8, 2, n, head_dim, seed))
+def draw(n: int, head_dim: int, dtype: torch.dtype, seed: int, heads: int = 8) -> tuple[torch.Tensor, ...]:
+    return tuple(part.to("cuda", dtype) for part in planted_heads(heads, 2, n, head_dim, seed))
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.float32, 64)])
 @pytest.mark.parametrize(
-    ("q_len", "n", "rows", "size"), [(3000, 3000, 8, 128), (1000, 5013, 16, 64), (77, 2000, 3, 32)]
+    ("dtype", "head_dim", "heads"),
+    [
+        (torch.bfloat16, 128, 8),
+        (torch.bfloat16, 64, 6),
+        (torch.bfloat16, 256, 14),
+        (torch.float16, 96, 2),
+        (torch.float32, 64, 8),
+    ],
+)
+@pytest.mark.parametrize(
+    ("q_len", "n", "rows", "size"),
+    [(3000, 3000, 8, 128), (9000, 11003, 8, 128), (1000, 5013, 16, 64), (77, 2000, 3, 32)],
 )
 @pytest.mark.parametrize("copied", [False, True])
-def test_shares_and_lists(q_len, n, rows, size, dtype, head_dim, copied, monkeypatch):
+def test_shares_and_lists(q_len, n, rows, size, dtype, head_dim, heads, copied, monkeypatch):
     if copied:
         monkeypatch.setattr(on_device, "LONG", 1)
-    q, k, v = draw(n, head_dim, dtype, seed=n + head_dim)
+    q, k, v = draw(n, head_dim, dtype, n + head_dim, heads)
     given = torch.cat([q, q], -1)[:, -q_len:, head_dim:]  # rows that lie apart
     chunk = Chunk.of(given, KVView.from_tensors(k, v, block_size=32, shuffle_seed=1))
     at = chunk.kv, chunk.shape, rows, size

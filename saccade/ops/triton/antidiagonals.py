@@ -19,11 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.fp8_tiles import pack_keys, pack_queries, width_of
 from saccade.ops.triton.pages import LONG, gather
-from saccade.ops.triton.reach import NO_BAR, reach, room
+from saccade.ops.triton.reach import NO_BAR, Reach
 from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
@@ -74,8 +73,8 @@ def choose(
     ``triton.serves_fp8_tiles`` has nothing against."""
     lagging = lagging if threshold > 0 else 0  # nothing lacks a share of 0
     config = config_for(q, block_size // stride, fp8)
-    taken, _ = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, False, config)
-    return compact(shape, block_size, taken)
+    found = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, False, config)
+    return found.lists(shape, block_size)
 
 
 def shares(
@@ -90,7 +89,7 @@ def shares(
 ) -> Tensor:
     """``ops.scores.antidiagonal_shares``: fp32 [heads, q_blocks, k_blocks]."""
     config = config_for(q, block_size // stride, fp8)
-    return _run(q, kv, shape, stride, block_size, 0.0, 0, scale, softcap, True, config)[1]
+    return _run(q, kv, shape, stride, block_size, 0.0, 0, scale, softcap, True, config).shares
 
 
 def _run(
@@ -105,15 +104,15 @@ def _run(
     softcap: float | None,
     wants_shares: bool,
     config: Config,
-) -> tuple[Tensor, Tensor]:
+) -> Reach:
     heads, q_len, head_dim = q.shape
     given, paged = in_rows(q), kv.paged()
     each = block_size // stride  # tiles of a block
     first, last = shape.q_start // stride, (shape.q_start + q_len - 1) // stride
     own, tiles = first // each, last - first + 1
     q_blocks, k_blocks = last // each - own + 1, -(-shape.k_len // block_size)
-    taken, found, weights = room(q, (q_blocks, k_blocks), tiles, wants_shares)
-    together = len(weights)
+    found = Reach(q, (q_blocks, k_blocks), own, tiles, each, first - own * each, wants_shares)
+    weights, together = found.weights, len(found.weights)
     options = {
         "GROUP": heads // kv.kv_heads, "STRIDE": stride, "EACH": each, "ROWS": config.rows, "KEYS": config.keys,
         "CAPPED": softcap is not None, "num_warps": config.warps, "num_stages": config.stages,
@@ -141,11 +140,8 @@ def _run(
                 *numbers, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
                 PRECISION=precision(q.dtype), **options,
             )  # fmt: skip
-        reach[(q_blocks, count)](
-            weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
-            EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
-        )  # fmt: skip
-    return taken, found
+        found.add(head, count, threshold, lagging, NO_BAR)
+    return found
 
 
 def _programs(first: int, tiles: int, config: Config) -> int:

@@ -1,5 +1,5 @@
 """Blocks by the exact attention of sampled rows, on the device: rows of many query blocks share a tile, a program takes
-a stretch of key blocks, and :func:`saccade.ops.triton.reach.reach` brings rows to a sum of 1 and chooses.
+a stretch of key blocks, and :class:`saccade.ops.triton.reach.Reach` brings rows to a sum of 1 and chooses.
 
 Each query block has as many slots as it may have rows; slots without a row weigh nothing. A score is computed once:
 what a block weighs in a row is kept as a logarithm, so that no pass before has to find the row's maximum.
@@ -17,14 +17,14 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather, tiles_of
-from saccade.ops.triton.reach import MOST_BYTES, reach, room
+from saccade.ops.triton.reach import MOST_BYTES, Reach
 from saccade.ops.triton.readers import load_keys
 from saccade.selection import Blocks, Shape
 
-LONG = 8192  # rows from which on a copy of the keys was measured to pay; not tried for fewer
+FEW = 65536  # rows up to which half as long stretches of key blocks even out what programs have to do
+LONG = 4096  # rows from which on a copy of the keys pays
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Config:
 
 
 def config_for(q: Tensor) -> Config:
-    if q.element_size() > 2 or q.shape[-1] > 128:
+    copy = is_hopper(q.device) and q.shape[1] >= LONG
+    if q.element_size() > 2 or (q.shape[-1] > 128 and not copy):
         return Config(rows=32, warps=4)
-    return Config(copy=is_hopper(q.device) and q.shape[1] >= LONG)
+    return Config(span=32 if q.shape[1] <= FEW else 64, stages=3 if q.shape[-1] <= 64 else 2, copy=copy)
 
 
 def choose(
@@ -59,15 +60,15 @@ def choose(
     """The lists of ``methods.sampled_rows`` for ``q`` [heads, q_len, head_dim]: of each query block the first and the
     diagonal key block, the heaviest others (ties to the lower one) while what is there is short of ``gamma``, and all
     of at least ``threshold``. Sums are float32."""
-    taken, _ = _run(q, kv, shape, rows, block_size, gamma, threshold, scale, softcap, wants_shares=False)
-    return compact(shape, block_size, taken)
+    found = _run(q, kv, shape, rows, block_size, gamma, threshold, scale, softcap, wants_shares=False)
+    return found.lists(shape, block_size)
 
 
 def shares(
     q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None = None
 ) -> Tensor:
     """``ops.row_shares.row_shares``: fp32 [heads, q_blocks, k_blocks]."""
-    return _run(q, kv, shape, rows, block_size, 0.0, 2.0, scale, softcap, wants_shares=True)[1]
+    return _run(q, kv, shape, rows, block_size, 0.0, 2.0, scale, softcap, wants_shares=True).shares
 
 
 def sums(
@@ -123,18 +124,19 @@ def _run(
     softcap: float | None,
     wants_shares: bool,
     config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Reach:
     heads, q_len, head_dim = q.shape
     config = config or config_for(q)
     if scale <= 0:
         q, scale = q * scale, 1.0
     given, paged = in_rows(q), kv.paged()
+    # First of all, for the device copies while the host sees to the rest.
+    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
     own = shape.q_start // block_size
     q_blocks = (shape.q_start + q_len - 1) // block_size - own + 1
     slots, k_blocks = q_blocks * rows, -(-shape.k_len // block_size)
-    taken, found, weights = room(q, (q_blocks, k_blocks), slots, wants_shares)
-    together = len(weights)
-    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
+    found = Reach(q, (q_blocks, k_blocks), own, slots, rows, 0, wants_shares)
+    weights, together = found.weights, len(found.weights)
     for head in range(0, heads, together):
         count = min(together, heads - head)
         _weigh[(-(-slots // config.rows), -(-k_blocks // config.span), count)](
@@ -144,11 +146,8 @@ def _run(
             EACH=rows, SIZE=block_size, ROWS=config.rows, SPAN=config.span, COPIED=config.copy, LISTED=False,
             CAPPED=softcap is not None, PRECISION=precision(q.dtype), STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
-        reach[(q_blocks, count)](
-            weights, taken, found, head, own * rows, slots, own, q_blocks, k_blocks, gamma, 0, threshold,
-            EACH=rows, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
-        )  # fmt: skip
-    return taken, found
+        found.add(head, count, gamma, 0, threshold)
+    return found
 
 
 @triton.jit
