@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_keeping.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -114,6 +115,7 @@ NB_MODULE(_kernels, m) {
     saccade::bind_planes(m, set);
     saccade::bind_step(m, set);
     saccade::bind_layers(m, set);
+    saccade::bind_keeping(m, set);
     saccade::bind_flex_choice(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);

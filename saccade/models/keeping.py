@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature
+from inspect import signature, unwrap
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from saccade.kv.states import StateFormat, StatePart
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
+from saccade.ops.cpu_delta import on_cpu
 
 
 class _Held:
@@ -166,6 +168,22 @@ class _Split:
         return self.inner(hidden_states, **asked)
 
 
+_RULES = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
+
+
+def _with_kernels(module: Any) -> Callable[..., Tensor]:
+    """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
+    forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
+    found = {name: on_cpu(forward.__globals__[name]) for name in _RULES if name in forward.__code__.co_names}
+    if not found:
+        return module.forward  # type: ignore[no-any-return]
+    own = FunctionType(
+        forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(own, module)
+
+
 class KeepingLayers:
     """Which of a decoder's ``layers`` keep a state, and what."""
 
@@ -175,7 +193,7 @@ class KeepingLayers:
         self._modules = [getattr(layers[place], family.keeping.module) for place in self.places]
         for number, module in enumerate(self._modules):
             if not isinstance(module.forward, _Split):
-                module.forward = _Split(module.forward, number)
+                module.forward = _Split(_with_kernels(module), number)
         for number, place in enumerate(attending_layers(family, config)):
             layers[place].self_attn.layer_idx = number  # by which it is known to whoever attends
         self._channels = config.hidden_size
