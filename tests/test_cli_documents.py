@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import random
 import sys
 import zipfile
 
@@ -13,11 +15,37 @@ from saccade.cli.rest import Read, RestTime, square_per_row
 from saccade.errors import RequestError
 
 
-def zipped() -> bytes:
+def zipped(**members: str | bytes) -> bytes:
+    """An archive of files by name, with __ for / and _x for . in them."""
     data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("word/document.xml", "<w:document/>")
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in members.items():
+            archive.writestr(name.replace("__", "/").replace("_x", "."), text)
     return data.getvalue()
+
+
+def word(body: str) -> bytes:
+    space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    return zipped(word__document_xxml=f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>')
+
+
+CONTAINER = '<container xmlns="urn:c"><rootfiles><rootfile full-path="OPS/book.opf"/></rootfiles></container>'
+PACKAGE = """<package xmlns="urn:p"><manifest>
+<item id="n" href="nav.xhtml" media-type="application/xhtml+xml" properties="nav"/>
+<item id="b" href="text/two%20b.xhtml" media-type="application/xhtml+xml"/>
+<item id="a" href="one.xhtml" media-type="application/xhtml+xml"/>
+<item id="c" href="style.css" media-type="text/css"/>
+</manifest>
+<spine><itemref idref="n"/><itemref idref="a"/><itemref idref="b"/><itemref idref="gone"/></spine></package>"""
+
+
+def book(**more: str | bytes) -> bytes:
+    chapters = {
+        "OPS__nav_xxhtml": "<html><body>Contents</body></html>",
+        "OPS__one_xxhtml": "<?xml version='1.0'?><html><head><title>No</title></head><body><h1>One</h1><p>Caf&eacute;",
+        "OPS__text__two b_xxhtml": "<html><body><p>Two</p></body></html>",
+    }
+    return zipped(**{"META-INF__container_xxml": CONTAINER, "OPS__book_xopf": PACKAGE, **chapters, **more})
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
@@ -29,18 +57,114 @@ def test_unicode_text_is_read_however_it_is_written(encoding):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (zipped(), "book.txt is a zip archive, .* pandoc book.txt -t plain"),
-        (b"\n<!DOCTYPE html>\n<html><body>hello</body></html>", "an HTML page.*pandoc"),
+        (zipped(notes_xtxt="hello"), "book.txt is a zip archive, and no Word or EPUB file.* unzip book.txt"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1", "old Office file.*soffice"),
         (b"{\\rtf1 hello}", "RTF"),
         (b"\x1f\x8b\x08\x00", "gunzip book.txt"),
         ("für".encode("latin1"), "not UTF-8 text: byte 0xfc at offset 1; find out its encoding"),
     ],
-    ids=["zip", "html", "office", "rtf", "gzip", "latin1"],
+    ids=["zip", "office", "rtf", "gzip", "latin1"],
 )
 def test_other_kinds_name_the_tool_that_makes_text_of_them(data, says):
     with pytest.raises(RequestError, match=says):
         text_of(data, "prompt file book.txt")
+
+
+PAGE = """<!DOCTYPE html>
+<html><head><title>Not this</title><style>p { x }</style></head>
+<body><nav><a href="/">Home</a></nav><script>if (a < b) { c() }</script>
+<h1>The  harbour</h1><p>It opens
+at <b>nine</b> &amp; closes at 5&nbsp;pm.<br>Für alle.</p>
+<ul><li>boats<li><p>nets</p></ul><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>
+<pre>if x:
+    go()</pre></body></html>"""
+SHOWN = """The harbour
+
+It opens at nine & closes at 5\u00a0pm.
+Für alle.
+
+- boats
+- nets
+
+a\tb
+1\t2
+
+if x:
+    go()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin1", "cp1252"])
+def test_a_page_is_what_a_reader_sees_of_it(encoding):
+    page = PAGE if encoding != "latin1" else PAGE.replace("<head>", "<head><meta charset='iso-8859-1'>")
+    assert text_of(page.encode(encoding), "a.html") == SHOWN
+
+
+@pytest.mark.parametrize(
+    "page", ["<html><body><script>x</script></body></html>", "<html><head>", "<!doctype html><html>"]
+)
+def test_a_page_without_text_is_refused(page):
+    with pytest.raises(RequestError, match="is an HTML page without text"):
+        text_of(page.encode(), "a.html")
+
+
+def test_a_page_that_nothing_closes_is_read():
+    assert text_of(b"<html><head><title>t<body><p>one<p>two <i>three", "a.html") == "one\n\ntwo three\n"
+
+
+def test_a_word_file_is_read_as_it_stands():
+    run = "<w:r><w:t xml:space='preserve'>{}</w:t></w:r>"
+    cell = f"<w:tc><w:p>{run}</w:p></w:tc>"
+    body = (
+        f"<w:p><w:pPr><w:tabs><w:tab/></w:tabs></w:pPr>{run.format('One ')}{run.format('line')}</w:p><w:p/>"
+        f"<w:p>{run.format('a')}<w:r><w:tab/><w:br/></w:r>{run.format('b')}<w:del>{run.format('gone')}</w:del></w:p>"
+        f"<w:tbl><w:tr>{cell.format('x')}{cell.format('y')}</w:tr></w:tbl><w:p>{run.format('end &amp; all')}</w:p>"
+    )
+    assert text_of(word(body), "a.docx") == "One line\n\na\nb\nx\ty\nend & all\n"
+
+
+def test_a_word_file_that_nests_deeply_is_read():
+    deep = "<w:sdt>" * 5000 + "<w:p><w:r><w:t>far in</w:t></w:r></w:p>" + "</w:sdt>" * 5000
+    assert text_of(word(deep), "a.docx") == "far in\n"
+
+
+def test_a_book_is_read_in_its_order():
+    assert text_of(book(), "a.epub") == "One\n\nCafé\n\nTwo\n"
+
+
+LOCKED = '<encryption><CipherData><CipherReference URI="OPS/one.xhtml"/></CipherData></encryption>'
+ENTITIES = '<!DOCTYPE w [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]><w>&b;</w>'
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (word("<w:p/>"), "a Word file without text"),
+        (book(OPS__one_xxhtml="<html/>", **{"OPS__text__two b_xxhtml": ""}), "an EPUB book without text"),
+        (word("<w:p>"), "damaged archive .ParseError"),
+        (zipped(word__document_xxml=ENTITIES), "declares entities"),
+        (zipped(word__document_xxml=b"<w>" + b" " * (65 << 20) + b"</w>"), "more than 64 MiB"),
+        (book(**{"META-INF__encryption_xxml": LOCKED}), "locked against copying .1 of its 2"),
+        (zipped(**{"META-INF__container_xxml": "<container/>"}), "damaged archive .ValueError: .* names no package"),
+        (zipped(**{"META-INF__container_xxml": CONTAINER}), "damaged archive .KeyError"),
+        (book()[:300], "damaged archive .BadZipFile"),
+    ],
+    ids=["empty", "blank", "broken", "entities", "bomb", "locked", "nameless", "missing", "cut"],
+)
+def test_archives_that_cannot_be_read_say_why(data, says):
+    with pytest.raises(RequestError, match=f"^prompt file a.docx .*{says}"):
+        text_of(data, "prompt file a.docx")
+
+
+def test_no_cut_or_changed_byte_of_an_archive_is_more_than_an_error():
+    generator = random.Random(7)
+    for whole in (book(), word("<w:p><w:r><w:t>hello</w:t></w:r></w:p>")):
+        for _ in range(300):
+            data = bytearray(whole)
+            data[generator.randrange(4, len(data))] = generator.randrange(256)
+            cut = data[: generator.choice((len(data), generator.randrange(4, len(data))))]
+            with contextlib.suppress(RequestError):
+                assert isinstance(text_of(bytes(cut), "a.docx"), str)
 
 
 def test_text_about_html_is_text():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
+from saccade.cli.markup import MarkupError, archive_text, html_text
 from saccade.errors import RequestError, shown
 
 EXTRA = "pip install 'saccade-llm[documents]'"
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS = (  # first bytes, what it is, and what makes text of it
-    (b"PK\x03\x04", "a zip archive, as Word and EPUB files are", "pandoc FILE -t plain -o book.txt"),
+    (b"PK\x03\x04", "a zip archive, and no Word or EPUB file", "unzip FILE, then give one of its files"),
     (b"\xd0\xcf\x11\xe0", "an old Office file", "soffice --headless --convert-to txt FILE"),
     (b"{\\rtf", "an RTF file", "pandoc FILE -t plain -o book.txt"),
     (b"\x1f\x8b", "compressed by gzip", "gunzip FILE"),
@@ -22,13 +23,25 @@ _HTML = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def text_of(data: bytes, name: str) -> str:
-    """The text of a file's bytes: UTF-8, UTF-16 (with its mark, or letters of every other byte), or a PDF's.
-    RequestError, with the tool that makes text of it, for other kinds."""
+    """The text of a file's bytes: UTF-8, UTF-16 (with its mark, or letters of every other byte), or what is written in
+    a PDF, a Word file (DOCX), an EPUB book or an HTML page. RequestError, with the tool that makes text of it, for
+    other kinds and for what is damaged, locked or without text."""
     if data.startswith(b"%PDF-"):
         return _pdf(data, name)
-    start = data[:1024].lstrip().lower()
-    if start.startswith(_HTML) and b"<html" in data[:4096].lower():
-        raise _unread(name, "an HTML page", "pandoc FILE -t plain -o book.txt")
+    if _is_html(data):
+        text = html_text(data)
+        if not text:
+            raise RequestError(
+                f"{name} is an HTML page without text; save it from the browser as text, once it is shown"
+            )
+        return text
+    if data.startswith(b"PK\x03\x04"):
+        try:
+            written = archive_text(data)
+        except MarkupError as error:
+            raise RequestError(f"{name} {error}; pandoc FILE -t plain -o book.txt may read it") from error
+        if written is not None:
+            return written
     for first, kind, tool in _OTHERS:
         if data.startswith(first):
             raise _unread(name, kind, tool)
@@ -40,6 +53,13 @@ def text_of(data: bytes, name: str) -> str:
             f"{name} is not {encoding.removesuffix('-sig').upper()} text: byte 0x{data[error.start]:02x} at offset "
             f"{error.start}; find out its encoding (file -i FILE guesses), then iconv -f ENCODING -t utf-8 FILE"
         ) from error
+
+
+def _is_html(data: bytes) -> bool:
+    start = data[:4096].replace(b"\0", b"").lower()  # UTF-16, too
+    for mark in _MARKS:
+        start = start.removeprefix(mark.lower())
+    return start.lstrip().startswith(_HTML) and b"<html" in start
 
 
 def _pairs(data: bytes) -> str | None:

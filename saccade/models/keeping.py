@@ -176,7 +176,7 @@ def _with_kernels(module: Any) -> Callable[..., Tensor]:
     forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
     found = {name: on_cpu(forward.__globals__[name]) for name in _RULES if name in forward.__code__.co_names}
     if not found:
-        return module.forward  # type: ignore[no-any-return]
+        return module.forward
     own = FunctionType(
         forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__, forward.__closure__
     )
