@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from saccade.ops import cpu
+from saccade.models.keeping import _with_kernels
+from saccade.ops import cpu, cpu_delta
 from saccade.ops.cpu_delta import gated_delta_rule
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the kernels are not built")
@@ -56,3 +58,26 @@ def test_recurrence(isa, tokens, dtype, sequences, key_heads, value_heads, d_k, 
     torch.testing.assert_close(own, reference[0], rtol=close, atol=close)
     torch.testing.assert_close(own_state.double(), after, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own_state, reference[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_layers_of_ours_call_it_and_others_do_not(tokens, monkeypatch):
+    config = Qwen3NextConfig(
+        hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8
+    )
+    torch.manual_seed(0)
+    module = theirs.Qwen3NextGatedDeltaNet(config, 0).eval()
+    hidden = torch.randn(1, tokens, 16)
+    calls = []
+
+    def counted(*rest, **named):
+        calls.append(1)
+        return gated_delta_rule(*rest, **named)
+
+    monkeypatch.setattr(cpu_delta, "gated_delta_rule", counted)
+    with torch.inference_mode():
+        want = module(hidden)
+        assert not calls
+        got = _with_kernels(module)(hidden_states=hidden)
+    assert calls == [1]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
