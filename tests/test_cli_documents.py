@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 
+from saccade.cli import markup
 from saccade.cli.documents import text_of
 from saccade.cli.rest import Read, RestTime, square_per_row
 from saccade.errors import RequestError
@@ -156,6 +157,13 @@ def test_archives_that_cannot_be_read_say_why(data, says):
         text_of(data, "prompt file a.docx")
 
 
+def test_more_elements_than_a_book_has_are_refused(monkeypatch):
+    monkeypatch.setattr(markup, "ELEMENTS", 100)
+    with pytest.raises(RequestError, match="more than 100 elements in one part"):
+        text_of(word("<w:p/>" * 100), "a.docx")
+    assert text_of(word("<w:p/>" * 90 + "<w:p><w:r><w:t>in</w:t></w:r></w:p>"), "a.docx") == "in\n"
+
+
 def test_no_cut_or_changed_byte_of_an_archive_is_more_than_an_error():
     generator = random.Random(7)
     for whole in (book(), word("<w:p><w:r><w:t>hello</w:t></w:r></w:p>")):
@@ -228,3 +236,71 @@ def test_a_models_shape_says_how_much_attention_grows():
     products = 2 * (7.5e9 - 0.5e9)  # FLOP a token, without embedding and head
     attention = 4 * 32 * 32 * 128  # FLOP a key: two products of every head of every layer
     assert square == pytest.approx(attention / 2 / products, rel=0.05)
+
+
+def _packed(xml: bytes, how: int = zipfile.ZIP_DEFLATED, name: str = "word/document.xml") -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", how) as archive:
+        archive.writestr(name, xml)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_bytes_that_were_changed_are_refused_in_a_line_or_read(how: int) -> None:
+    good = _packed(b"<d><p><t>" + b"hello " * 500 + b"</t></p></d>", how)
+    assert text_of(good, "x").startswith("hello")
+    said = []
+    for seed in range(300):
+        draw, bad = random.Random(seed), bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            bad[draw.randrange(4, len(bad))] = draw.randrange(256)
+        try:
+            text_of(bytes(bad[: draw.randrange(5, len(bad)) if draw.random() < 0.3 else len(bad)]), "x")
+        except RequestError as error:
+            said.append(str(error))
+    assert len(said) > 100
+    assert not any("\n" in one for one in said)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_entities_are_refused_in_every_encoding(encoding: str) -> None:
+    xml = f'<?xml version="1.0" encoding="{encoding}"?><!DOCTYPE d [<!ENTITY a "xxxx">]><d><p><t>&a;</t></p></d>'
+    with pytest.raises(RequestError, match="document type"):
+        text_of(_packed(xml.encode(encoding)), "x")
+
+
+def test_an_unknown_encoding_in_a_word_file_is_refused() -> None:
+    with pytest.raises(RequestError, match="unknown encoding: foo"):
+        text_of(_packed(b'<?xml version="1.0" encoding="foo"?><d/>'), "x")
+
+
+@pytest.mark.parametrize("said", ["undefined", "utf-16", "unicode_escape", "utf-7", "hex", "punycode"])
+def test_an_encoding_that_cannot_be_the_pages_is_not_believed(said: str) -> None:
+    page = f'<html><meta charset="{said}"><body><p>caf\u00e9 \\n +AGE-</p></body></html>'
+    assert text_of(page.encode(), "x") == "caf\u00e9 \\n +AGE-\n"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!doctype html><title>t</title><p>caf\u00e9",
+        "<body><p>caf\u00e9</p></body>",
+        "<!-- saved from url=(0014)about:internet -->\n<html><body><p>caf\u00e9</p></body></html>",
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be"])
+def test_pages_are_known_without_all_their_tags_and_without_a_mark(page: str, encoding: str) -> None:
+    assert text_of(page.encode(encoding), "x").endswith("caf\u00e9\n")
+    assert "<" not in text_of(page.encode(encoding), "x")
+
+
+def test_a_word_file_names_its_main_part() -> None:
+    made = io.BytesIO(_packed(b"<d><p><t>hello</t></p></d>", name="word/document2.xml"))
+    with zipfile.ZipFile(made, "a") as archive:
+        archive.writestr("_rels/.rels", '<r><Relationship Type="x/officeDocument" Target="/word/document2.xml"/></r>')
+    assert text_of(made.getvalue(), "x") == "hello\n"
+
+
+def test_an_office_file_with_a_password_is_said_to_be_locked() -> None:
+    with pytest.raises(RequestError, match="locked by a password"):
+        text_of(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600) + "EncryptedPackage".encode("utf-16-le"), "x")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
+import re
 from pathlib import Path
 
-from saccade.cli.markup import MarkupError, archive_text, html_text
+from saccade.cli.markup import MarkupError, archive_text, html_text, unicode_of
 from saccade.errors import RequestError, shown
 
 EXTRA = "pip install 'saccade-llm[documents]'"
-_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS = (  # first bytes, what it is, and what makes text of it
     (b"PK\x03\x04", "a zip archive, and no Word or EPUB file", "unzip FILE, then give one of its files"),
     (b"\xd0\xcf\x11\xe0", "an old Office file", "soffice --headless --convert-to txt FILE"),
@@ -19,7 +18,8 @@ _OTHERS = (  # first bytes, what it is, and what makes text of it
     (b"\x89PNG", "a picture", "tesseract FILE book"),
     (b"\xff\xd8\xff", "a picture", "tesseract FILE book"),
 )
-_HTML = (b"<!doctype html", b"<html", b"<?xml")
+_LOCKED = "EncryptedPackage".encode("utf-16-le")  # in the directory of an Office file with a password
+_HTML = (b"<!doctype html", b"<html", b"<head", b"<body")
 
 
 def text_of(data: bytes, name: str) -> str:
@@ -42,10 +42,12 @@ def text_of(data: bytes, name: str) -> str:
             raise RequestError(f"{name} {error}; pandoc FILE -t plain -o book.txt may read it") from error
         if written is not None:
             return written
+    if data.startswith(b"\xd0\xcf\x11\xe0") and _LOCKED in data:
+        raise RequestError(f"{name} is an Office file locked by a password; save it without one, then give it again")
     for first, kind, tool in _OTHERS:
         if data.startswith(first):
             raise _unread(name, kind, tool)
-    encoding = next((one for mark, one in _MARKS.items() if data.startswith(mark)), None) or _pairs(data) or "utf-8"
+    encoding = unicode_of(data) or "utf-8"
     try:
         return data.decode(encoding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -56,20 +58,9 @@ def text_of(data: bytes, name: str) -> str:
 
 
 def _is_html(data: bytes) -> bool:
-    start = data[:4096].replace(b"\0", b"").lower()  # UTF-16, too
-    for mark in _MARKS:
-        start = start.removeprefix(mark.lower())
-    return start.lstrip().startswith(_HTML) and b"<html" in start
-
-
-def _pairs(data: bytes) -> str | None:
-    """UTF-16 without its mark: in most scripts of Europe every other byte is 0."""
-    even, odd = data[:2000:2], data[1:2000:2]
-    if len(odd) < 2:
-        return None
-    if odd.count(0) > 0.7 * len(odd) and not even.count(0):
-        return "utf-16-le"
-    return "utf-16-be" if even.count(0) > 0.7 * len(even) and not odd.count(0) else None
+    start = data[:4096].decode(unicode_of(data) or "latin-1", "replace").lower().encode()
+    start = re.sub(rb"^(\s*<!--.*?-->)+", b"", start, flags=re.DOTALL).lstrip()  # "saved from", of browsers
+    return start.startswith(_HTML) or (start.startswith(b"<?xml") and b"<html" in start)
 
 
 def _pdf(data: bytes, name: str) -> str:

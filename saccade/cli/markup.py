@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import io
+import lzma
 import posixpath
 import re
+import struct
 import zipfile
 import zlib
 from html.parser import HTMLParser
@@ -13,6 +15,8 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 MOST = 64 << 20  # bytes that are unpacked of an archive: a long book has a few MiB of text
+ELEMENTS = 2_000_000  # of one XML part: a thousand pages of Word have some hundred thousand
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?([-\w.:]+)""", re.IGNORECASE)
 _HIDDEN = frozenset(("script", "style", "template", "noscript", "svg", "math", "nav", "head", "iframe", "object"))
 _APART = frozenset(
@@ -39,6 +43,18 @@ _LINES = _APART.union(
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 
 
+def unicode_of(data: bytes) -> str | None:
+    """UTF-8 or UTF-16 by its mark, or UTF-16 without one: in most scripts of Europe every other byte is 0."""
+    if marked := next((one for mark, one in _MARKS.items() if data.startswith(mark)), None):
+        return marked
+    even, odd = data[:2000:2], data[1:2000:2]
+    if len(odd) < 2:
+        return None
+    if odd.count(0) > 0.7 * len(odd) and not even.count(0):
+        return "utf-16-le"
+    return "utf-16-be" if even.count(0) > 0.7 * len(even) and not odd.count(0) else None
+
+
 class MarkupError(Exception):
     """A document whose text cannot be had. The message says why, and goes on from the document's name."""
 
@@ -58,21 +74,36 @@ def archive_text(data: bytes) -> str | None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = set(archive.namelist())
-            if "word/document.xml" in names:
-                kind, text = "a Word file", _word(archive)
+            left = [MOST]
+            main = _main(archive, left) if "_rels/.rels" in names else "word/document.xml"
+            if main in names and main.startswith("word/"):
+                kind, text = "a Word file", _word(_read(archive, main, left))
             elif "META-INF/container.xml" in names:
-                kind, text = "an EPUB book", _book(archive)
+                kind, text = "an EPUB book", _book(archive, left)
             else:
                 return None
-    except (zipfile.BadZipFile, ElementTree.ParseError, KeyError, EOFError, ValueError, NotImplementedError) as error:
-        raise MarkupError(f"is a damaged archive ({type(error).__name__}: {error})") from error
-    except RuntimeError as error:  # zipfile's for passwords
+    except (NotImplementedError, RuntimeError) as error:  # a way of packing that is unknown; zipfile's for passwords
         raise MarkupError(f"cannot be unpacked ({error})") from error
-    except zlib.error as error:  # its stream is broken behind a good directory
-        raise MarkupError(f"is a damaged archive ({error})") from error
+    except _DAMAGED as error:
+        raise MarkupError(f"is a damaged archive ({type(error).__name__}: {error})") from error
     if not text.strip():
         raise MarkupError(f"is {kind} without text, of pictures perhaps")
     return text
+
+
+# What unpackers raise behind a good directory is their own: zlib's, lzma's, and OSError of bz2. LookupError is that of
+# a member or an attribute that is missing, and of an encoding that XML names.
+_DAMAGED = (
+    zipfile.BadZipFile,
+    ElementTree.ParseError,
+    LookupError,
+    EOFError,
+    ValueError,
+    OSError,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+)
 
 
 class _Page(HTMLParser):
@@ -137,15 +168,15 @@ class _Page(HTMLParser):
 
 
 def _decoded(data: bytes) -> str:
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return data.decode("utf-16", "replace")
-    if data.startswith(codecs.BOM_UTF8):
-        return data.decode("utf-8-sig", "replace")
+    if (encoding := unicode_of(data)) is not None:
+        return data.decode(encoding, "replace")
     said = _CHARSET.search(data[:4096])
     for encoding in (*([said[1].decode("ascii")] if said else ()), "utf-8"):
         try:
-            return data.decode(encoding)
-        except (LookupError, UnicodeDecodeError):
+            # The declaration was read as ASCII, so an encoding that would not read it so is not the page's.
+            if b"<\\n +AGE-".decode(encoding) == "<\\n +AGE-":
+                return data.decode(encoding)
+        except (LookupError, UnicodeError):
             continue
     return data.decode("cp1252", "replace")
 
@@ -160,15 +191,39 @@ def _read(archive: zipfile.ZipFile, name: str, left: list[int]) -> bytes:
     return data
 
 
+class _Builder(ElementTree.TreeBuilder):
+    """Refuses document types as the parser meets them, in any encoding: these formats need none, and entities could
+    grow without end. So it does elements beyond ``ELEMENTS``, each of which takes ten times its bytes and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = ELEMENTS
+
+    def start(self, tag: str, attrs: dict[str, str]) -> ElementTree.Element:
+        self._left -= 1
+        if self._left < 0:
+            raise MarkupError(f"has more than {ELEMENTS:,} elements in one part, which no book has")
+        return super().start(tag, attrs)
+
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise MarkupError("declares entities or a document type, which its format does not have")
+
+
 def _tree(data: bytes) -> ElementTree.Element:
-    if b"<!DOCTYPE" in data or b"<!ENTITY" in data:  # these formats have none; entities could grow without end
-        raise MarkupError("declares entities, which its format does not have")
-    return ElementTree.fromstring(data)
+    return ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
 
 
-def _word(archive: zipfile.ZipFile) -> str:
+def _main(archive: zipfile.ZipFile, left: list[int]) -> str:
+    """The part that an Office file names as its document; "" for none."""
+    for one in _tree(_read(archive, "_rels/.rels", left)).iterfind("{*}Relationship"):
+        if one.get("Type", "").endswith("/officeDocument"):
+            return posixpath.normpath(one.get("Target", "")).lstrip("/")
+    return ""
+
+
+def _word(data: bytes) -> str:
     """Paragraphs of a Word file's body by lines, cells of a table apart by tabs. What was deleted is left out."""
-    body = _tree(_read(archive, "word/document.xml", [MOST]))
+    body = _tree(data)
     out: list[str] = []
     stack = [(body, False)]
     while stack:  # a loop, since files nest as deeply as they like
@@ -186,9 +241,8 @@ def _word(archive: zipfile.ZipFile) -> str:
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"
 
 
-def _book(archive: zipfile.ZipFile) -> str:
+def _book(archive: zipfile.ZipFile, left: list[int]) -> str:
     """Chapters of an EPUB book in reading order."""
-    left = [MOST]
     root = _tree(_read(archive, "META-INF/container.xml", left)).find(".//{*}rootfile")
     if root is None:
         raise ValueError("META-INF/container.xml names no package")
