@@ -1,31 +1,11 @@
 // Layers that keep a state: the Python side checks shapes and dtypes and keeps the tensors alive.
 #include "bindings_keeping.h"
-#include "keeping_kernels.h"
-
-#include <cstring>
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace saccade {
 namespace {
-
-const KeepingKernels& keeping_of(const KernelSet& set) {
-#if defined(SACCADE_HAS_AVX512_BF16)
-    if (!std::strcmp(set.name, "avx512_bf16") || !std::strcmp(set.name, "amx_bf16")) return avx512_bf16_keeping;
-#endif
-#if defined(SACCADE_HAS_AVX2)
-    if (!std::strcmp(set.name, "avx2")) return avx2_keeping;
-#endif
-#if defined(SACCADE_HAS_NEON_BF16)
-    if (!std::strcmp(set.name, "neon_bf16")) return neon_bf16_keeping;
-#endif
-#if defined(SACCADE_HAS_NEON)
-    if (!std::strcmp(set.name, "neon")) return neon_keeping;
-#endif
-    (void)set;
-    return portable_keeping;
-}
 
 void delta_rule(const KernelSet& set, int threads, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t g, uintptr_t beta,
                 uintptr_t state, uintptr_t out, int64_t sequences, int64_t tokens, int64_t key_heads,
@@ -35,7 +15,7 @@ void delta_rule(const KernelSet& set, int threads, uintptr_t q, uintptr_t k, uin
         throw std::invalid_argument(std::to_string(value_heads) + " value heads cannot share " +
                                     std::to_string(key_heads) + " key heads alike");
     const auto at = [](uintptr_t address) { return reinterpret_cast<float*>(address); };
-    run(keeping_of(set).delta_rule,
+    run(set.keeping->delta_rule,
         DeltaRule{at(q), at(k), at(v), at(g), at(beta), at(state), at(out), sequences, tokens, key_heads, value_heads,
                   d_k, d_v, threads, normalize});
 }

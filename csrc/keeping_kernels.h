@@ -1,4 +1,4 @@
-// Kernels of layers that keep a state. They are apart from KernelSet's own, whose units they need not recompile.
+// Kernels of layers that keep a state: translation units of their own.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block_calls.h"
+#include "keeping_kernels.h"
 #include "row_calls.h"
 #include "table_calls.h"
 
@@ -47,6 +48,7 @@ struct KernelSet {
     void (*row_pass)(const PassCall&);
     // Products of many rows of bfloat16 with a matrix in planes, its values rounded to bfloat16; null without tiles.
     void (*many_rows)(const ProductRows&);
+    const KeepingKernels* keeping;
 };
 
 // What reads weights in planes: translation units of their own.

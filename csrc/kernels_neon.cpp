@@ -15,6 +15,7 @@ const KernelSet neon_kernels = {
     cover, antidiagonals, row_shares, gather, scan_tables, learn_tables, sink_share, probe, read_pass, gather_pass,
     progressive, rank_blocks, block_estimates, rank_estimates, label_scores, label_keys, fill_buckets, draw, sampled,
     project_rows, finish_rows, head_rows, product_rows, plane_rows, row_pass, nullptr,
+    &neon_keeping,
 };
 
 }  // namespace saccade

@@ -9,7 +9,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from saccade.models.keeping import _with_kernels
 from saccade.ops import cpu, cpu_delta
-from saccade.ops.cpu_delta import gated_delta_rule
+from saccade.ops.cpu_delta import gated_delta_rule, on_cpu
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the kernels are not built")
 
@@ -81,3 +81,14 @@ def test_layers_of_ours_call_it_and_others_do_not(tokens, monkeypatch):
         got = _with_kernels(module)(hidden_states=hidden)
     assert calls == [1]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernel_has_not_is_left_to_the_reference():
+    called = []
+    rule = on_cpu(lambda *rest, **named: called.append(named) or "theirs")
+    q, v, g = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2)
+    assert rule(q, q, v, g=g, beta=g, cu_seqlens=torch.tensor([0, 1, 3])) == "theirs"
+    assert rule(q.to("meta"), q, v, g=g, beta=g) == "theirs"
+    assert len(called) == 2
+    assert rule(q, q, v, g=g, beta=g, cu_seqlens=None)[0].shape == v.shape
+    assert len(called) == 2

@@ -70,7 +70,7 @@ def html_text(data: bytes) -> str:
 
 def archive_text(data: bytes) -> str | None:
     """The text of a zip archive that is a Word file or an EPUB book; None if it is neither. MarkupError where it is one
-    and damaged, locked, larger than ``MOST``, or without text."""
+    and damaged, locked, larger than ``MOST`` or ``ELEMENTS``, or without text."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = set(archive.namelist())
@@ -136,7 +136,7 @@ class _Page(HTMLParser):
         self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in self._hidden:
+        if tag in _HIDDEN and tag in self._hidden:
             del self._hidden[self._hidden.index(tag) :]
         self._kept = max(0, self._kept - (tag == "pre"))
         self._break(tag)
@@ -162,7 +162,7 @@ class _Page(HTMLParser):
             self._due = min(2, self._due + 1) if tag == "br" else max(self._due, 2 if tag in _APART else 1)
 
     def text(self) -> str:
-        text = re.sub(r" *\t *", "\t", "".join(self._parts)) if self._parts else ""
+        text = re.sub(r" *\t *", "\t", "".join(self._parts))
         text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip()
         return text + "\n" if text else ""
 

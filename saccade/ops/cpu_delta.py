@@ -10,6 +10,8 @@ from torch import Tensor
 
 from saccade.ops import cpu
 
+_READ = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+
 
 def gated_delta_rule(
     query: Tensor,
@@ -20,7 +22,6 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **ignored: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [sequences, tokens, value heads, d_v] in the query's dtype, and the states after the last token.
 
@@ -45,11 +46,14 @@ def gated_delta_rule(
 
 
 def on_cpu(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel where the tensors are on a CPU that has it, else ``reference``, which has the same arguments."""
+    """The kernel where the tensors are on a CPU that has it, and no argument asks for what it has not (packed sequences
+    of ``cu_seqlens``, say); else ``reference``, of the same arguments."""
 
-    def call(query: Tensor, *rest: Any, **named: Any) -> Any:
-        return (gated_delta_rule if query.device.type == "cpu" and cpu.available() else reference)(
-            query, *rest, **named
-        )
+    def call(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Any:
+        read = {name: one for name, one in named.items() if name in _READ}
+        more = any(one is not None for name, one in named.items() if name not in _READ)
+        if query.device.type != "cpu" or more or not cpu.available():
+            return reference(query, key, value, **named)
+        return gated_delta_rule(query, key, value, **read)
 
     return call
