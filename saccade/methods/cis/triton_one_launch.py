@@ -305,8 +305,7 @@ def _score(
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
-        there = (number < length)[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+        k = load_keys(k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, q.dtype)
         here = number
         number += parts * KEYS
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)

@@ -140,8 +140,7 @@ def _score(
         top = tl.full([PER_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([PER_PAD], tl.float32)
         for _ in tl.range(split, tiles, tl.num_programs(0)):
-            there = (number < count)[:, None] & (channel[None, :] < D)
-            k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+            k = load_keys(k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, q.dtype)
             here = number
             number += hop
             place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)

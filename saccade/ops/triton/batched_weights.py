@@ -101,8 +101,7 @@ def _weigh(
         # Where the next keys lie is looked up while these are on their way.
         number = after
         valid = number < count
-        there = valid[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+        k = load_keys(k_pool, place[:, None], channel[None, :], valid[:, None], D, q.dtype)
         after += hop
         place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)

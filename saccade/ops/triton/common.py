@@ -16,6 +16,7 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 STORAGE = (torch.float32, torch.float16, torch.bfloat16)
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

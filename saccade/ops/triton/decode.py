@@ -17,16 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
 from saccade.ops.triton.merge import merge
-from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.readers import key_codes, scaled, value_codes
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, kv_heads or 1, blocks],
+    """Keys of a batch: pools [slots, kv_heads, page, width], block tables int32 [batch, kv_heads or 1, blocks],
     lengths int32 [batch], all on the device; ``longest`` bounds the lengths. One table row serves all KV heads of a
     sequence; with a row for each of them heads do not share slots. With ``host``, keys and values of host memory as of
     the pools, a table's entry -1 - c is cell c there: attend_decode and attend_progressive read it by its address."""
@@ -48,13 +49,17 @@ class Pages:
             )
 
     @property
+    def head_dim(self) -> int:
+        return format_of(self.k).head_dim(self.k.shape[3])
+
+    @property
     def table_strides(self) -> tuple[int, int]:
         """Entries of ``tables`` between sequences, and between KV heads: 0 where they share a row."""
         return self.tables.stride(0), 0 if self.tables.shape[1] == 1 else self.tables.stride(1)
 
     @property
     def far(self) -> tuple[int, int]:
-        """Rows of head_dim from the pools of keys and of values to those of ``host``; see :func:`rows_between`."""
+        """Rows from the pools of keys and of values to those of ``host``; see :func:`rows_between`."""
         if self.host is None:
             return 0, 0
         apart = [rows_between(pool, there) for pool, there in zip((self.k, self.v), self.host)]
@@ -64,7 +69,7 @@ class Pages:
 
 
 def rows_between(pool: Tensor, other: Tensor) -> int | None:
-    """Rows of ``pool`` [..., head_dim] from its address to that of ``other``, which kernels reach too; None where these
+    """Rows of ``pool`` [..., width] from its address to that of ``other``, which kernels reach too; None where these
     are no whole number."""
     rows, rest = divmod(other.data_ptr() - pool.data_ptr(), pool.shape[-1] * pool.element_size())
     return None if rest else rows
@@ -289,15 +294,15 @@ def _decode(
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
-        there = seen[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
-        v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
+        k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], seen[:, None], D, q.dtype)
+        v, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], seen[:, None], D, q.dtype)
         valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)
         k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
         after = _listed(ids, number + hop, number + hop < count, SIZE)
-        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        scores = scaled(tl.dot(q, tl.trans(k), input_precision=PRECISION), k_scale)
+        scores = cap_logits(scores, scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:
             scores = tl.where(at[None, :] < limit[:, None], scores, float("-inf"))
@@ -306,7 +311,7 @@ def _decode(
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(scaled(p, v_scale).to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     acc = acc / total[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.kv.row_formats import AUTO, FP8
 from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
 from saccade.ops.triton.batched_guesses import Guesses
@@ -35,6 +36,7 @@ from saccade.selection import (
 from saccade.selection.forms import Rule
 
 MAX_HEAD_DIM = 256
+READ = (AUTO, FP8)  # formats of rows
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -47,8 +49,10 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
     paged = kv.layout()
     if not runs_on(q) or q.device != paged.k.device:
         return f"q lies on {q.device} and the keys on {paged.k.device}, its kernels run on one GPU"
-    if q.dtype not in STORAGE or q.dtype != paged.k.dtype:
-        return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {paged.k.dtype}"
+    if q.dtype not in STORAGE or q.dtype != kv.dtype:
+        return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {kv.dtype}"
+    if kv.format.k not in READ:
+        return f"its kernels read no {kv.format.k.name} rows"
     if not paged.k.is_contiguous() or not paged.v.is_contiguous():
         return "the storage of the keys or values is not contiguous"
     if kv.head_dim % 16 or kv.head_dim > MAX_HEAD_DIM:

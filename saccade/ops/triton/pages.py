@@ -12,10 +12,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
+from saccade.kv.row_formats import format_of
 from saccade.kv.rows import filler, summarize_rows
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.readers import load_keys, store_rows
+from saccade.ops.triton.readers import load_keys, load_stored, put_stored, store_rows
 
 __all__ = [
     "copy_blocks",
@@ -36,28 +37,33 @@ WORDS = 1024  # of 8 bytes that one of them has on the way
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
-    """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``."""
-    heads, count, head_dim = k.shape
+    """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``; or rows as
+    they are stored, [kv_heads, t, width]."""
+    heads, count, width = k.shape
     size = paged.format.block_size
     k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (k, v))
     if count:
         _move[(-(-(start + count) // size) - start // size, heads, 2)](
             paged.k, paged.v, paged.block_table, k, v, start, count, paged.head_stride, *k.stride()[:2],
             *v.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=True, num_warps=4,
+            HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=True, RAW=k.dtype == paged.k.dtype,
+            num_warps=4,
         )  # fmt: skip
 
 
-def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
-    """Positions ``start .. stop - 1`` of ``pool`` [slots, kv_heads, block_size, head_dim], whose block b of head g lies
-    in slot ``block_table[g, b]`` (int32 [kv_heads or 1, blocks]), in one piece: [kv_heads, stop - start, head_dim]."""
-    _, heads, size, head_dim = pool.shape
-    out = torch.empty(heads, stop - start, head_dim, dtype=pool.dtype, device=pool.device)
+def gather(pool: Tensor, block_table: Tensor, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Positions ``start .. stop - 1`` of ``pool`` [slots, kv_heads, block_size, width], whose block b of head g lies
+    in slot ``block_table[g, b]`` (int32 [kv_heads or 1, blocks]), in one piece: [kv_heads, stop - start, width], as
+    they are stored; with ``dtype`` what they stand for: [kv_heads, stop - start, head_dim]."""
+    _, heads, size, width = pool.shape
+    if dtype is not None:
+        width = format_of(pool).head_dim(width)
+    out = torch.empty(heads, stop - start, width, dtype=dtype or pool.dtype, device=pool.device)
     if stop > start:
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
         _move[(-(-stop // size) - start // size, heads, 1)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=False, num_warps=4,
+            HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=False, RAW=dtype is None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -190,8 +196,9 @@ def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr
 def _move(
     k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STORES: tl.constexpr,
+    RAW: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, of the keys or of the values."""
+    """One block of one head, of the keys or of the values; ``RAW``: ``D`` elements of a row as they are stored."""
     block, head = start // SIZE + tl.program_id(0), tl.program_id(1).to(tl.int64)
     pool, rows, head_stride, row_stride = k_pool, k, k_head, k_row
     if tl.program_id(2) == 1:
@@ -200,10 +207,17 @@ def _move(
     within = tl.arange(0, SIZE)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]
     row = block.to(tl.int64) * SIZE + within - start
-    real = (row >= 0) & (row < count) & (channel < D)
+    there = (row >= 0) & (row < count)
+    real = there & (channel < D)
     place = (slot * HEADS + head) * SIZE + within
     plain = rows + head * head_stride + row * row_stride + channel
     if STORES:
-        store_rows(pool, place, channel, tl.load(plain, mask=real, other=0.0).to(pool.dtype.element_ty), real, D)
+        found = tl.load(plain, mask=real, other=0)
+        if RAW:
+            put_stored(pool, place, channel, found, there, D)
+        else:
+            store_rows(pool, place, channel, found, there, D)
+    elif RAW:
+        tl.store(plain, load_stored(pool, place, channel, there, D), mask=real)
     else:
-        tl.store(plain, load_keys(pool, place, channel, real, D), mask=real)
+        tl.store(plain, load_keys(pool, place, channel, there, D, rows.dtype.element_ty), mask=real)

@@ -92,7 +92,7 @@ def attend_prefill(
     limit = shape.q_start + q_len
     k, v = paged.k, paged.v
     if config.copy:
-        k, v = (tiles_of(gather(part, paged.block_table, 0, limit), keys) for part in (k, v))
+        k, v = (tiles_of(gather(part, paged.block_table, 0, limit, q.dtype), keys) for part in (k, v))
     _prefill[(heads, tiles)](
         q,
         k,
@@ -149,12 +149,12 @@ def _step(
     channel = tl.arange(0, D_PAD)
     piece = (kv_head * limit + start).to(tl.int32)
     row = 0
-    there = (key < limit)[:, None] & (channel[None, :] < D) if MASKED or D < D_PAD else None
+    there = (key < limit)[:, None] if MASKED else None
     if COPIED:
         k = k_pool.load([piece, 0])
     else:
         row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)[:, None]
-        k = load_keys(k_pool, row, channel[None, :], there, D)
+        k = load_keys(k_pool, row, channel[None, :], there, D, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
@@ -171,7 +171,7 @@ def _step(
     if COPIED:
         v = v_pool.load([piece, 0])
     else:
-        v = load_values(v_pool, row, channel[None, :], there, D)
+        v = load_values(v_pool, row, channel[None, :], there, D, q.dtype)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, weight, higher
 

@@ -36,7 +36,7 @@ from saccade.ops.triton.common import (
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
-from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.readers import key_codes, scaled, value_codes
 from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
@@ -228,9 +228,8 @@ def _read(
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
-            there = valid[:, None] & (channel[None, :] < D)
-            k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
-            v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
+            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, q.dtype)
+            v, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], valid[:, None], D, q.dtype)
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.
@@ -240,7 +239,8 @@ def _read(
                 part + (step + 2) // TILES * readers, (step + 2) % TILES * TILE, always, order, ahead, always_each,
                 ranked, length, SIZE, TILE, MICROBATCH,
             )  # fmt: skip
-            scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+            scores = scaled(tl.dot(q, tl.trans(k), input_precision=PRECISION), k_scale)
+            scores = cap_logits(scores, scale_log2, softcap, CAPPED)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if GUESSED:
                 tops = tl.max(tl.reshape(scores, [PER_PAD, TILE // SIZE, SIZE]), 2)
@@ -253,7 +253,7 @@ def _read(
             by_block = tl.sum(tl.reshape(p, [PER_PAD, TILE // SIZE, SIZE]), 2)
             new = tl.sum(by_block, 1)
             weight = weight * shrink + new
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(scaled(p, v_scale).to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             top = higher
             at = part + step // TILES * readers
             own = tl.where(start == 0, 0.0, own * shrink) + new
