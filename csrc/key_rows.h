@@ -38,6 +38,23 @@ struct KeyRows {
     SACCADE_INLINE int64_t run(int64_t key) const { return page_mask + 1 - (key & page_mask); }
 };
 
+// decode_row, in vectors.
+template <class T>
+SACCADE_INLINE void decode_vectors(RowFormat format, const char* row, int64_t head_dim, T* to) {
+    constexpr int kLanes = Simd::W;
+    if (format == RowFormat::bf16) {
+        const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
+        for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
+        return;
+    }
+    each_scale(row, head_dim, [&](int64_t first, int64_t count, const char* at) {
+        const int8_t* codes = reinterpret_cast<const int8_t*>(row) + first;
+        const Simd::F scale = Simd::set1(scale_at(at));
+        for (int64_t c = 0; c < count; c += kLanes)
+            Simd::store_row(to + first + c, Simd::mul(Simd::to_float(Simd::load_signed(codes + c)), scale));
+    });
+}
+
 // Rows as a kernel reads them: row j begins at values + at[j].
 template <class T>
 struct ReadRows {
@@ -100,7 +117,7 @@ class RowReader {
   private:
     void decode(int64_t at, T* to, int64_t rows) const {
         const char* from = address(at);
-        for (int64_t i = 0; i < rows; ++i, from += bytes_ / together_, to += d_) decode_row(format_, from, d_, to);
+        for (int64_t i = 0; i < rows; ++i, from += bytes_ / together_, to += d_) decode_vectors(format_, from, d_, to);
     }
 
     const char* pool_;

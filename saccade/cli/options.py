@@ -41,7 +41,9 @@ HOST = typer.Option("--kv-host", help="Host memory for what that has no room for
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
-KV_DTYPE = typer.Option("--kv-dtype", help="How keys and values are stored: auto (the model's dtype) or int8.")
+KV_DTYPE = typer.Option(
+    "--kv-dtype", help="How keys and values are stored: auto (the model's dtype), bf16, int8 (CPU) or fp8 (GPU)."
+)
 CHUNK = typer.Option(
     "--prefill-chunk",
     help="Most prompt tokens computed in one step; by default 8192 on a GPU from 32 GiB on, else 4096.",

@@ -15,7 +15,7 @@ from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.compute import MODES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
-from saccade.kv.row_formats import format_called
+from saccade.kv.row_formats import check_name
 from saccade.machine import best_device, check_threads, folder_and_size, gpu_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
@@ -49,8 +49,9 @@ class EngineConfig:
     full-length sequences need; ``"profile"``: what a profiling run leaves (profiling.py).
     ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
-    as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored: ``auto``, in the model's
-    dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/adding-a-kv-format.md).
+    as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored (docs/adding-a-kv-format.md):
+    ``auto``, in the model's dtype; ``bf16``; ``int8``, on a CPU: in 8 bits and a scale for each token, KV head and 64
+    channels; ``fp8``, on a GPU.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo``, ``random`` or ``cycle``.
     ``kv_pool``: one ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison.
     ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
@@ -172,7 +173,7 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
             )
-        format_called(self.kv_dtype)
+        check_name(self.kv_dtype)
         if not isinstance(self.kv_pool, str) or self.kv_pool not in POOLS:
             raise SaccadeError(f"kv_pool={shown(self.kv_pool)} is unknown; known: {', '.join(POOLS)}")
         if self.kv_pool == "per_layer" and self.kv_host is None and self.kv_disk is None:

@@ -50,7 +50,7 @@ class Pages:
 
     @property
     def head_dim(self) -> int:
-        return format_of(self.k).head_dim(self.k.shape[3])
+        return format_of(self.k, self.k.dtype).head_dim(self.k.shape[3])
 
     @property
     def table_strides(self) -> tuple[int, int]:

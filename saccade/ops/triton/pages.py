@@ -57,7 +57,7 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int, dtype: torc
     they are stored; with ``dtype`` what they stand for: [kv_heads, stop - start, head_dim]."""
     _, heads, size, width = pool.shape
     if dtype is not None:
-        width = format_of(pool).head_dim(width)
+        width = format_of(pool, dtype).head_dim(width)
     out = torch.empty(heads, stop - start, width, dtype=dtype or pool.dtype, device=pool.device)
     if stop > start:
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
