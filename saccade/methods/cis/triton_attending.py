@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from saccade.ops.triton.common import cap_logits, pool_rows
-from saccade.ops.triton.readers import key_codes, scaled, value_codes
+from saccade.ops.triton.readers import load_keys, load_values
 
 MERGED: tl.constexpr = tl.constexpr(8)  # partial results that are merged in one go
 
@@ -50,23 +50,22 @@ def attend_piece(
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     for turn in tl.range(0, tiles):
-        k, k_scale = key_codes(k_pool, row[:, None], channel[None, :], seen[:, None], D, q.dtype)
-        v, v_scale = value_codes(v_pool, row[:, None], channel[None, :], seen[:, None], D, q.dtype)
+        k = load_keys(k_pool, row[:, None], channel[None, :], seen[:, None], D, q.dtype)
+        v = load_values(v_pool, row[:, None], channel[None, :], seen[:, None], D, q.dtype)
         valid = seen
         # Computed anew: the compiler overlaps no tiles where a mask is handed on through two turns.
         seen = _number_at(turn + 1, plain, begins, more, TILE) < tl.where(turn + 1 < plain, ends, upto)
         row = pool_rows(table, key, seen, kv_head, KV_HEADS, PAGE)
         number = _number_at(turn + 2, plain, begins, more, TILE)
         key = tl.load(ids + number, mask=number < tl.where(turn + 2 < plain, ends, upto), other=0)
-        scores = scaled(tl.dot(q, tl.trans(k), input_precision=PRECISION), k_scale)
-        scores = cap_logits(scores, scale_log2, softcap, CAPPED)
+        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(scaled(p, v_scale).to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     return acc / total[:, None], tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))

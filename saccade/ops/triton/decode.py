@@ -20,9 +20,10 @@ from saccade.errors import SaccadeError
 from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
+from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
 from saccade.ops.triton.merge import merge
-from saccade.ops.triton.readers import key_codes, scaled, value_codes
+from saccade.ops.triton.readers import key_codes, value_codes
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def attend_decode(
         PRECISION=precision(q.dtype),
         num_warps=warps,
         num_stages=stages,
-        maxnreg=registers if keys * pad(head_dim) * q.element_size() <= 1 << 13 else None,
+        maxnreg=registers if keys * pad(head_dim) * pages.k.element_size() <= 1 << 13 else None,
         **launched(q.device),
     )
     if many:
@@ -286,7 +287,9 @@ def _decode(
     seen = (number < count) & (key < length)
     real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-    acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     tiles = tl.cdiv(count, KEYS)
@@ -294,15 +297,14 @@ def _decode(
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
-        k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], seen[:, None], D, q.dtype)
-        v, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], seen[:, None], D, q.dtype)
+        k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], seen[:, None], D, TYPE)
+        v, odd, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE)
         valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)
         k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
         after = _listed(ids, number + hop, number + hop < count, SIZE)
-        scores = scaled(tl.dot(q, tl.trans(k), input_precision=PRECISION), k_scale)
-        scores = cap_logits(scores, scale_log2, softcap, CAPPED)
+        scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:
             scores = tl.where(at[None, :] < limit[:, None], scores, float("-inf"))
@@ -311,25 +313,18 @@ def _decode(
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(scaled(p, v_scale).to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc, odd_acc, grain = add_values(acc, odd_acc, grain, shrink, p, v, odd, v_scale, PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
-    acc = acc / total[:, None]
     log = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
     place = line * HEADS + head
     if MANY:
         part = (batch * tl.num_programs(1) + program).to(tl.int64) * splits + split
         if split < tiles:  # others had nothing to read
-            tl.store(
-                part_out + (part * PER + member)[:, None] * D + channel[None, :],
-                acc,
-                mask=mine[:, None] & (channel[None, :] < D),
+            put_sums(
+                part_out + (part * PER + member)[:, None] * D, acc, odd_acc, grain, 1.0 / total, mine[:, None], D, D_PAD
             )
         tl.store(part_lse + part * PER + member, log, mask=mine)
     else:
-        tl.store(
-            out + place[:, None] * D + channel[None, :],
-            acc.to(out.dtype.element_ty),
-            mask=mine[:, None] & (channel[None, :] < D),
-        )
+        put_sums(out + place[:, None] * D, acc, odd_acc, grain, 1.0 / total, mine[:, None], D, D_PAD)
         tl.store(lse + place, log * 0.6931471805599453, mask=mine)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batched_guesses import Guesses
+from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import (
     LOG2E,
     also,
@@ -36,7 +37,7 @@ from saccade.ops.triton.common import (
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
-from saccade.ops.triton.readers import key_codes, scaled, value_codes
+from saccade.ops.triton.readers import key_codes, value_codes
 from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
@@ -204,7 +205,9 @@ def _read(
         part + 1 // TILES * readers, 1 % TILES * TILE, always, order, ahead, always_each, ranked, length, SIZE, TILE,
         MICROBATCH,
     )  # fmt: skip
-    acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)  # of all read
     own = tl.zeros([PER_PAD], tl.float32)  # of the microbatch at hand
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
@@ -228,8 +231,8 @@ def _read(
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
-            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, q.dtype)
-            v, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], valid[:, None], D, q.dtype)
+            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE)
+            v, odd, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE)
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.
@@ -239,8 +242,7 @@ def _read(
                 part + (step + 2) // TILES * readers, (step + 2) % TILES * TILE, always, order, ahead, always_each,
                 ranked, length, SIZE, TILE, MICROBATCH,
             )  # fmt: skip
-            scores = scaled(tl.dot(q, tl.trans(k), input_precision=PRECISION), k_scale)
-            scores = cap_logits(scores, scale_log2, softcap, CAPPED)
+            scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if GUESSED:
                 tops = tl.max(tl.reshape(scores, [PER_PAD, TILE // SIZE, SIZE]), 2)
@@ -253,7 +255,7 @@ def _read(
             by_block = tl.sum(tl.reshape(p, [PER_PAD, TILE // SIZE, SIZE]), 2)
             new = tl.sum(by_block, 1)
             weight = weight * shrink + new
-            acc = tl.dot(scaled(p, v_scale).to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc, odd_acc, grain = add_values(acc, odd_acc, grain, shrink, p, v, odd, v_scale, PRECISION)
             top = higher
             at = part + step // TILES * readers
             own = tl.where(start == 0, 0.0, own * shrink) + new
@@ -291,11 +293,7 @@ def _read(
             )
             tl.store(words + place, tl.where(word == 0, 1, word), mask=ends)
             tl.store(part_lse + place, top + tl.log2(weight), mask=ends)
-            tl.store(
-                part_out + place[:, None] * D + channel[None, :],
-                acc * (1.0 / weight)[:, None],
-                mask=ends[:, None] & (channel[None, :] < D),
-            )
+            put_sums(part_out + place[:, None] * D, acc, odd_acc, grain, 1.0 / weight, ends[:, None], D, D_PAD)
         part += wanted * readers
         turns += wanted
         looks = tl.where(wanted > 0, 0, looks + 1 - behind)

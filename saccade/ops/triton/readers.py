@@ -6,8 +6,8 @@ all lie in the pool. They broadcast. Rows that are not ``there`` come as 0, and 
 were gathered in one piece are read in the same way. ``TYPE``: of what comes of coded rows, ``kv_dtype="fp8"``; plain
 rows come as they are.
 
-A product may take codes and have its sums scaled (:func:`key_codes`, :func:`value_codes`), which is less work. Scales
-are powers of two and codes have four digits, so numbers are the same in 16 bits, and so is a product's sum.
+Where products take the time, code_products.py multiplies codes and scales sums. Scales are powers of two and codes have
+four binary digits, so that numbers are the same in 16 bits as in 32, and so is a sum of products.
 """
 
 from __future__ import annotations
@@ -31,26 +31,52 @@ def load_values(v_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr
     return _load(v_pool, row, channel, there, D, TYPE)
 
 
+@triton.constexpr_function
+def in_codes(stored, TYPE):
+    """Whether kernels for ``TYPE`` multiply codes, as float16, which has them all: of coded rows, on GPUs that turn one
+    into the other by an instruction. Else :func:`load_keys` and :func:`load_values` serve."""
+    return stored == tl.uint8 and TYPE in (tl.float16, tl.bfloat16) and cuda_capability_geq(8, 9)
+
+
 @triton.jit
 def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
-    """Channels of keys, and by what products with them are to be multiplied (fp32, as ``row``); None of plain rows."""
-    return _codes(k_pool, row, channel, there, D, TYPE), _scales(k_pool, row, there, D)
-
-
-@triton.jit
-def value_codes(v_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
-    """As :func:`key_codes`, of values: what weighs them is to be multiplied. In float16, which has no small numbers,
-    weights stay as they are, and values are multiplied."""
-    if TYPE == tl.float16:
-        return _load(v_pool, row, channel, there, D, TYPE), None
+    """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
+    :func:`in_codes`; else keys, and 1, of which the compiler makes nothing."""
+    if in_codes(k_pool.dtype.element_ty, TYPE):
+        inside = _inside(channel, there, D)
+        codes = tl.load(k_pool + (row * (D + MORE) + channel), mask=inside, other=0)
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), _scales(k_pool, row, there, D)
     else:
-        return _codes(v_pool, row, channel, there, D, TYPE), _scales(v_pool, row, there, D)
+        return _load(k_pool, row, channel, there, D, TYPE), tl.full([1, 1], 1.0, tl.float32)
 
 
 @triton.jit
-def scaled(weights, scale):
-    """``weights`` [.., rows] times what :func:`key_codes` and :func:`value_codes` say of the rows [rows, 1]."""
-    return weights if scale is None else weights * tl.trans(scale)
+def value_codes(v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr):
+    """As :func:`key_codes`, of values, the even channels and the odd ones apart: two codes are one number of 16 bits,
+    for which there are transposed copies out of shared memory. Else values, and nothing that counts."""
+    if in_codes(v_pool.dtype.element_ty, TYPE):
+        pair = tl.arange(0, D_PAD // 2)[None, :]
+        at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
+        found = tl.load(at, mask=there if D == D_PAD else there & (pair < D // 2), other=0)
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            .reg .b16 low, high;
+            prmt.b32 both, $2, 0, 0x3120;
+            mov.b32 {low, high}, both;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [found],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return even, odd, _scales(v_pool, row, there, D)
+    else:
+        none = tl.full([1, 1], 1.0, tl.float32)
+        return _load(v_pool, row, channel, there, D, TYPE), none, none
 
 
 @triton.jit
@@ -111,15 +137,6 @@ def _inside(channel, there, D: tl.constexpr):
 
 @triton.jit
 def _load(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
-    codes = _codes(pool, row, channel, there, D, tl.float32 if pool.dtype.element_ty == tl.uint8 else TYPE)
-    if pool.dtype.element_ty == tl.uint8:
-        return (codes * _scales(pool, row, there, D)).to(TYPE)
-    else:
-        return codes
-
-
-@triton.jit
-def _codes(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
     tl.static_assert(pool.dtype.element_ty != tl.int8, "kv_dtype='int8' is read on a CPU alone")
     CODED: tl.constexpr = pool.dtype.element_ty == tl.uint8
     WIDTH: tl.constexpr = D + MORE if CODED else D
@@ -131,23 +148,21 @@ def _codes(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
         found = tl.load(at, mask=inside, other=0)
     if CODED:
         if cuda_capability_geq(8, 9):
-            return found.to(tl.float8e4nv, bitcast=True).to(TYPE)
+            numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            return _numbers(found).to(TYPE)
+            numbers = _numbers(found)
+        return (numbers * _scales(pool, row, there, D)).to(TYPE)
     else:
         return found
 
 
 @triton.jit
 def _scales(pool, row, there, D: tl.constexpr):
-    if pool.dtype.element_ty != tl.uint8:
-        return None
+    at = (pool + (row * (D + MORE) + D)).to(tl.pointer_type(tl.float32))
+    if there is None:
+        return tl.load(at)
     else:
-        at = (pool + (row * (D + MORE) + D)).to(tl.pointer_type(tl.float32))
-        if there is None:
-            return tl.load(at)
-        else:
-            return tl.load(at, mask=there, other=0.0)
+        return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
