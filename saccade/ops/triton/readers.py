@@ -43,8 +43,7 @@ def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
     """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
     :func:`in_codes`; else keys, and 1, of which the compiler makes nothing."""
     if in_codes(k_pool.dtype.element_ty, TYPE):
-        inside = _inside(channel, there, D)
-        codes = tl.load(k_pool + (row * (D + MORE) + channel), mask=inside, other=0)
+        codes = _get(k_pool + (row * (D + MORE) + channel), channel, there, D)
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), _scales(k_pool, row, there, D)
     else:
         return _load(k_pool, row, channel, there, D, TYPE), tl.full([1, 1], 1.0, tl.float32)
@@ -57,7 +56,7 @@ def value_codes(v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexp
     if in_codes(v_pool.dtype.element_ty, TYPE):
         pair = tl.arange(0, D_PAD // 2)[None, :]
         at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
-        found = tl.load(at, mask=there if D == D_PAD else there & (pair < D // 2), other=0)
+        found = _get(at, pair * 2, there, D)
         even, odd = tl.inline_asm_elementwise(
             """{
             .reg .b32 both;
@@ -82,32 +81,29 @@ def value_codes(v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexp
 @triton.jit
 def load_stored(pool, row, channel, there, WIDTH: tl.constexpr):
     """Elements of rows as they lie in the pool."""
-    at = pool + (row * WIDTH + channel)
-    inside = _inside(channel, there, WIDTH)
-    return tl.load(at) if inside is None else tl.load(at, mask=inside, other=0)
+    return _get(pool + (row * WIDTH + channel), channel, there, WIDTH)
 
 
 @triton.jit
 def put_stored(pool, row, channel, elements, there, WIDTH: tl.constexpr):
     """Write ``elements`` to where :func:`load_stored` finds them."""
-    tl.store(pool + (row * WIDTH + channel), elements, mask=_inside(channel, there, WIDTH))
+    _put(pool + (row * WIDTH + channel), elements, channel, there, WIDTH)
 
 
 @triton.jit
 def store_rows(pool, row, channel, values, there, D: tl.constexpr):
     """Write whole rows, 0 from channel ``D`` on, to where :func:`load_keys` and :func:`load_values` find them. Returns
     what these will read, of coded rows in the type of ``values``."""
-    inside = _inside(channel, there, D)
     if pool.dtype.element_ty != tl.uint8:
         values = values.to(pool.dtype.element_ty)
-        tl.store(pool + (row * D + channel), values, mask=inside)
+        _put(pool + (row * D + channel), values, channel, there, D)
         return values
     else:
         wide = values.to(tl.float32)
         size = tl.abs(wide)
         axis: tl.constexpr = len(wide.shape) - 1
         largest = tl.max(size, axis, keep_dims=True)
-        broken = tl.max((size < float("inf")).to(tl.int32) == 0, axis, keep_dims=True) != 0
+        broken = tl.max(tl.where(size < float("inf"), 0, 1), axis, keep_dims=True) > 0
         # 448 is 1.75 * 2^8: beyond a mantissa of 1.75 the carry takes the next power.
         exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -115,7 +111,7 @@ def store_rows(pool, row, channel, values, there, D: tl.constexpr):
         codes = _rounded(tl.where(broken, 0.0, wide * inverse))
         scale = tl.where(broken, float("nan"), scale)
         at = row * (D + MORE)
-        tl.store(pool + (at + channel), codes.to(tl.uint8), mask=inside)
+        _put(pool + (at + channel), codes.to(tl.uint8), channel, there, D)
         tail = (pool + (at + D)).to(tl.pointer_type(tl.float32))
         if axis == 0:
             scale = tl.sum(scale, 0)
@@ -124,15 +120,36 @@ def store_rows(pool, row, channel, values, there, D: tl.constexpr):
         return (_numbers(codes) * scale).to(values.dtype)
 
 
+@triton.constexpr_function
+def _fills(D):
+    """Whether blocks of ``D`` channels have no more: of a power of two from 16 on."""
+    return D >= 16 and (D & (D - 1)) == 0
+
+
 @triton.jit
-def _inside(channel, there, D: tl.constexpr):
-    """Which elements to read; None: all. Of a power of two from 16 on no block of channels has more."""
-    if D >= 16 and (D & (D - 1)) == 0:
-        return there
-    elif there is None:
-        return channel < D
+def _get(at, channel, there, D: tl.constexpr):
+    if there is None:
+        if _fills(D):
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=channel < D, other=0)
+    elif _fills(D):
+        return tl.load(at, mask=there, other=0)
     else:
-        return there & (channel < D)
+        return tl.load(at, mask=there & (channel < D), other=0)
+
+
+@triton.jit
+def _put(at, values, channel, there, D: tl.constexpr):
+    if there is None:
+        if _fills(D):
+            tl.store(at, values)
+        else:
+            tl.store(at, values, mask=channel < D)
+    elif _fills(D):
+        tl.store(at, values, mask=there)
+    else:
+        tl.store(at, values, mask=there & (channel < D))
 
 
 @triton.jit
@@ -140,12 +157,7 @@ def _load(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
     tl.static_assert(pool.dtype.element_ty != tl.int8, "kv_dtype='int8' is read on a CPU alone")
     CODED: tl.constexpr = pool.dtype.element_ty == tl.uint8
     WIDTH: tl.constexpr = D + MORE if CODED else D
-    inside = _inside(channel, there, D)
-    at = pool + (row * WIDTH + channel)
-    if inside is None:
-        found = tl.load(at)
-    else:
-        found = tl.load(at, mask=inside, other=0)
+    found = _get(pool + (row * WIDTH + channel), channel, there, D)
     if CODED:
         if cuda_capability_geq(8, 9):
             numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32)
