@@ -38,21 +38,27 @@ struct KeyRows {
     SACCADE_INLINE int64_t run(int64_t key) const { return page_mask + 1 - (key & page_mask); }
 };
 
-// decode_row, in vectors.
+// decode_row of `count` rows that lie side by side, in vectors. A function of its own: it needs many registers.
 template <class T>
-SACCADE_INLINE void decode_vectors(RowFormat format, const char* row, int64_t head_dim, T* to) {
+__attribute__((noinline)) void decode_rows(RowFormat format, const char* row, int64_t count, int64_t head_dim, T* to) {
     constexpr int kLanes = Simd::W;
-    if (format == RowFormat::bf16) {
-        const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
-        for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
-        return;
+    const int64_t bytes = row_width(format, head_dim) * element_bytes(format, sizeof(T));
+    for (int64_t i = 0; i < count; ++i, row += bytes, to += head_dim) {
+        if (format == RowFormat::bf16) {
+            const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
+            for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
+            continue;
+        }
+        each_scale(row, head_dim, [&](int64_t first, int64_t values, const char* at) {
+            const int8_t* codes = reinterpret_cast<const int8_t*>(row) + first;
+            const Simd::F scale = Simd::set1(scale_at(at));
+            const auto value = [&](int64_t c) { return Simd::mul(Simd::to_float(Simd::load_signed(codes + c)), scale); };
+            int64_t c = 0;
+            for (; c + 2 * kLanes <= values; c += 2 * kLanes)
+                Simd::store_rows(to + first + c, value(c), value(c + kLanes));
+            for (; c < values; c += kLanes) Simd::store_row(to + first + c, value(c));
+        });
     }
-    each_scale(row, head_dim, [&](int64_t first, int64_t count, const char* at) {
-        const int8_t* codes = reinterpret_cast<const int8_t*>(row) + first;
-        const Simd::F scale = Simd::set1(scale_at(at));
-        for (int64_t c = 0; c < count; c += kLanes)
-            Simd::store_row(to + first + c, Simd::mul(Simd::to_float(Simd::load_signed(codes + c)), scale));
-    });
 }
 
 // Rows as a kernel reads them: row j begins at values + at[j].
@@ -116,8 +122,7 @@ class RowReader {
 
   private:
     void decode(int64_t at, T* to, int64_t rows) const {
-        const char* from = address(at);
-        for (int64_t i = 0; i < rows; ++i, from += bytes_ / together_, to += d_) decode_vectors(format_, from, d_, to);
+        decode_rows(format_, address(at), rows, d_, to);
     }
 
     const char* pool_;

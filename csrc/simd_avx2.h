@@ -102,6 +102,11 @@ struct Simd {
         I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
     }
+    template <class T>
+    static void store_rows(T* p, F low, F high) {
+        store_row(p, low);
+        store_row(p + W, high);
+    }
 
     static void transpose(F* x) {
         F a[8], b[8];

@@ -91,6 +91,10 @@ struct Simd {
     static void store_row(uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
     }
+    static void store_rows(float* p, F low, F high) { store(p, low), store(p + W, high); }
+    static void store_rows(uint16_t* p, F low, F high) {
+        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
 
     static void transpose(F* x) {
         F a[16], b[16];

@@ -113,6 +113,12 @@ struct Simd {
     static void store_row(uint16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = to_bf16(x[i]);
     }
+    // 2 W values.
+    template <class T>
+    static void store_rows(T* p, F low, F high) {
+        store_row(p, low);
+        store_row(p + W, high);
+    }
 
     // W x W, in place.
     static void transpose(F* x) {
