@@ -44,6 +44,10 @@ __attribute__((noinline)) void decode_rows(RowFormat format, const char* row, in
     constexpr int kLanes = Simd::W;
     const int64_t bytes = row_width(format, head_dim) * element_bytes(format, sizeof(T));
     for (int64_t i = 0; i < count; ++i, row += bytes, to += head_dim) {
+        if (format == RowFormat::fp8) {
+            decode_fp8(row, head_dim, to);
+            continue;
+        }
         if (format == RowFormat::bf16) {
             const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
             for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));

@@ -120,7 +120,6 @@ class Fp8Rows(RowFormat):
 
     name = "fp8"
     number = 3
-    read_by = "triton", "reference"
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.uint8  # torch indexes no tensors of float8
