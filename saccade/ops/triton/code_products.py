@@ -61,6 +61,15 @@ def add_values(sums, odd_sums, grain, shrink, weights, v, odd, v_scale, PRECISIO
 
 
 @triton.jit
+def whole(sums, odd_sums, grain):
+    """The sums [rows, D_PAD], channels in their order."""
+    if odd_sums.shape[0] > 1:
+        return tl.interleave(sums, odd_sums) * (grain / ROOM)
+    else:
+        return sums
+
+
+@triton.jit
 def put_sums(to, sums, odd_sums, grain, factor, mask, D: tl.constexpr, D_PAD: tl.constexpr):
     """Store the sums times ``factor`` [rows] to ``to`` [rows, 1], channels side by side, of rows in ``mask``
     [rows, 1]."""
