@@ -210,7 +210,16 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {"num_warps": line_blocks.WARPS},
         ),
     ]  # fmt: skip
-    decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True, "FAR": False}
+    decoding = {
+        "dtype": "bf16",
+        "D": 128,
+        "D_PAD": 128,
+        "PRECISION": "tf32",
+        **HEADS,
+        "PER_PAD": 16,
+        "EARLY": True,
+        "FAR": False,
+    }
     sharing = {**decoding, "SPAN": 1024, "WAIT": 2}
     found += [
         (

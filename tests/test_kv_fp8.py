@@ -11,6 +11,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import put_on_device
 from engine_helpers import GREEDY, tokens
+from fp8_rows import adversarial, rounded
 from helpers import KINDS, generator, planted_heads, random_selection
 from tiny_models import make_checkpoint, random_ids
 
@@ -37,30 +38,6 @@ from saccade.selection import Dense, Shape
 DTYPES = torch.float32, torch.bfloat16
 CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-
-
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    return FP8.decode(FP8.encode(rows, torch.uint8), rows.dtype)
-
-
-def adversarial(dtype: torch.dtype, head_dim: int = 64) -> torch.Tensor:
-    """Rows [n, head_dim]: zeros, ties between codes, an outlier, largest values at the edge of a power, the smallest
-    numbers and the largest, none at all."""
-    rows = torch.randn(16, head_dim, generator=generator(3))
-    rows[0] = 0
-    rows[1] = torch.arange(head_dim) / 16 + 1
-    rows[1, 0] = 448.0  # a scale of 1: there are ties from 16 / 16 on
-    rows[2, 7] = 4e4
-    rows[3] *= 1e-36
-    rows[4] *= 1e-39
-    rows[5] *= 2e37
-    rows[6, 3] = math.inf
-    rows[7, 5] = math.nan
-    rows[8] = -1.75
-    rows[9] = 1.7578125
-    rows[10] = torch.arange(head_dim) * 2.0**-10
-    rows[10, 0] = 256.0  # beside which others are subnormal codes
-    return rows.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
