@@ -52,7 +52,7 @@ def add_values(sums, odd_sums, grain, shrink, weights, v, odd, v_scale, PRECISIO
     if odd.shape[0] > 1:
         highest = tl.maximum(grain, tl.max(tl.max(v_scale, 1), 0))
         shrink = (shrink * (grain / highest))[:, None]
-        weights = (weights * tl.trans(v_scale) * (ROOM / highest)).to(tl.float16)
+        weights = (weights * (tl.trans(v_scale) * (ROOM / highest))).to(tl.float16)
         sums = tl.dot(weights, v, sums * shrink, input_precision=PRECISION)
         odd_sums = tl.dot(weights, odd, odd_sums * shrink, input_precision=PRECISION)
         return sums, odd_sums, highest

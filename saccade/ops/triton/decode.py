@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.kv.row_formats import format_of
+from saccade.kv.row_formats import FP8, format_of
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
@@ -111,6 +112,32 @@ def pages_of(views: list[KVView]) -> Pages:
     return Pages(first.k, first.v, tables, lengths, max(view.length for view in views))
 
 
+class Tiles(NamedTuple):
+    """How a launch is cut: keys of a tile, warps of a program, tiles on their way, how many registers a thread has at
+    most where a tile of keys is small, and programs to a processor."""
+
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    resident: int
+
+
+PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
+# Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
+CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
+MANY_CODES = Tiles(keys=64, warps=4, stages=3, registers=None, resident=2)
+
+
+def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
+    """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
+    if format_of(pages.k, q.dtype) is not FP8 or q.dtype == torch.float32:
+        return PLAIN
+    if pad(lines) > 16:
+        return MANY_CODES
+    return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
+
+
 def attend_decode(
     q: Tensor,
     pages: Pages,
@@ -119,18 +146,13 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
     splits: int | None = None,
-    keys: int = 32,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = 96,
-    resident: int = 4,
+    tiles: Tiles | None = None,
     limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly, ``resident`` programs to a
-    processor. ``registers`` bounds what a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao
-    et al., 2023).
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is FlashDecoding's
+    (Dao et al., 2023).
 
     ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
     and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then.
@@ -145,6 +167,8 @@ def attend_decode(
     units = kv_heads if lists is None else lists.units
     programs = max(kv_heads, units)
     per = heads // programs * each
+    tiles = tiles or tiles_for(q, pages, per)
+    keys, warps, stages, registers, resident = tiles
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
@@ -158,6 +182,8 @@ def attend_decode(
         torch.empty(batch, programs, splits, per, head_dim, dtype=torch.float32, device=q.device) if many else lse
     )
     part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
+    # Keys that lie side by side, whatever the list says: one look-up serves them.
+    run = min(keys, pages.k.shape[2], keys if lists is None else lists.size)
     none = pages.lengths  # unused pointers must still be pointers
     starts = None if lists is None or lists.starts is None else lists.starts.contiguous()
     counts = None if lists is None or lists.counts is None else lists.counts.contiguous()
@@ -196,6 +222,7 @@ def attend_decode(
         SPACED=starts is None,
         COUNTED=counts is not None,
         KEYS=keys,
+        RUN=run if keys <= 2 * run else 1,
         MANY=many,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
@@ -222,8 +249,7 @@ def even_splits(lists: int, resident: int, most: int) -> int:
 
 
 @triton.jit
-def _listed(ids, number, valid, SIZE: tl.constexpr):
-    """The ``number``-th keys of a list."""
+def _key(ids, number, valid, SIZE: tl.constexpr):
     if SIZE == 0:
         key = number
     elif SIZE == 1:
@@ -231,6 +257,42 @@ def _listed(ids, number, valid, SIZE: tl.constexpr):
     else:
         key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
     return key
+
+
+@triton.jit
+def _listed(ids, number, upto, RUN: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr):
+    """The ``number``-th keys of a list of ``upto``; of a tile of runs of keys that lie side by side, two at most, the
+    first key of each."""
+    key = _key(ids, number, number < upto, SIZE)
+    other = key
+    if RUN > 1 and RUN < KEYS:
+        other = _key(ids, number + RUN, number + RUN < upto, SIZE)
+    return key, other
+
+
+@triton.jit
+def _seen(number, count, first, second, length, step, RUN: tl.constexpr, KEYS: tl.constexpr):
+    """Which of a tile's keys there are, of a list of ``count`` and a sequence of ``length``."""
+    left = tl.minimum(count - number, length - first)
+    if RUN == 1:
+        found = left > 0
+    elif RUN == KEYS:
+        found = step < left
+    else:
+        found = tl.where(step < RUN, step < left, step - RUN < tl.minimum(count - number - RUN, length - second))
+    return found
+
+
+@triton.jit
+def _spread(first, second, step, RUN: tl.constexpr, KEYS: tl.constexpr):
+    """Of a tile all numbers, from those that its one or two runs begin with; without runs (1) they are there."""
+    if RUN == 1:
+        found = first
+    elif RUN == KEYS:
+        found = first + step
+    else:
+        found = tl.where(step < RUN, first + step, second + (step - RUN))
+    return found
 
 
 @triton.jit(
@@ -242,8 +304,8 @@ def _decode(
     q_head, table_stride, table_head, longest, scale_log2, softcap, far_k, far_v, FAR: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, MANY: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
@@ -280,13 +342,20 @@ def _decode(
         mask=mine[:, None] & (channel[None, :] < D),
         other=0.0,
     )
-    number = split * KEYS + tl.arange(0, KEYS)
-    hop = splits * KEYS
-    key = _listed(ids, number, number < most, SIZE)
-    after = _listed(ids, number + hop, number + hop < most, SIZE)
-    seen = (number < count) & (key < length)
-    real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
+    step = tl.arange(0, KEYS)
+    number, hop = split * KEYS, splits * KEYS
+    if RUN == 1:
+        number += step
+    key, other = _listed(ids, number, most, RUN, KEYS, SIZE)
+    after, after_other = _listed(ids, number + hop, most, RUN, KEYS, SIZE)
+    seen = _seen(number, count, key, other, length, step, RUN, KEYS)
+    # Nobody may have written the numbers behind a list.
+    real = (number < most) & (key >= 0) & (key < length)
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+    k_more, v_more = k_row, v_row
+    if RUN > 1 and RUN < KEYS:
+        real = (number + RUN < most) & (other >= 0) & (other < length)
+        k_more, v_more = pool_places(table, other, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
     TYPE: tl.constexpr = q.dtype
     q, rise = queries(q, k_pool)
     acc, odd_acc, grain = no_values(v_pool, PER_PAD, D_PAD, TYPE)
@@ -297,13 +366,19 @@ def _decode(
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
-        k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], seen[:, None], D, TYPE)
-        v, odd, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE)
-        valid, at = seen, number
+        k_rows, v_rows = _spread(k_row, k_more, step, RUN, KEYS), _spread(v_row, v_more, step, RUN, KEYS)
+        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE)
+        v, odd, v_scale = value_codes(v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE)
+        valid, at = seen, _spread(number, number + RUN, step, RUN, KEYS)
         number += hop
-        seen = (number < count) & (after < length)
-        k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-        after = _listed(ids, number + hop, number + hop < count, SIZE)
+        seen = _seen(number, count, after, after_other, length, step, RUN, KEYS)
+        there = (number < count) & (after < length)
+        k_row, v_row = pool_places(table, after, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+        k_more, v_more = k_row, v_row
+        if RUN > 1 and RUN < KEYS:
+            there = (number + RUN < count) & (after_other < length)
+            k_more, v_more = pool_places(table, after_other, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+        after, after_other = _listed(ids, number + hop, count, RUN, KEYS, SIZE)
         scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:

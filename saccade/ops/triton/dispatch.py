@@ -15,7 +15,8 @@ from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
 from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.means import Means
-from saccade.ops.triton.prefill import attend_prefill
+from saccade.ops.triton.prefill import attend_prefill, config_for
+from saccade.ops.triton.pages import LONG, plain_copy
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection import (
     Band,
@@ -37,6 +38,7 @@ from saccade.selection.forms import Rule
 
 MAX_HEAD_DIM = 256
 READ = (AUTO, FP8)  # formats of rows
+FEW_ROWS = 8  # up to which a call reads coded rows where they lie
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -92,6 +94,9 @@ def attend(
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len]. The caller has checked
     :func:`serves`."""
     selection = selection.to(q.device)
+    if kv.format.k is FP8 and q.shape[1] > FEW_ROWS and not _copies(q, selection):
+        # Each tile of rows would turn codes into numbers by itself.
+        kv = plain_copy(kv, selection.shape.q_start + q.shape[1])
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
     if isinstance(selection, Corrected):
@@ -113,6 +118,13 @@ def attend(
     lists = None if isinstance(selection, Dense) else key_lists(selection)
     out, lse = attend_decode(q[:, 0][None], pages, lists, scale=scale, softcap=softcap)
     return out[0][:, None], lse[0][:, None]
+
+
+def _copies(q: Tensor, selection: Selection) -> bool:
+    """Whether kernels lay out the keys in one piece for this call."""
+    if isinstance(selection, (Dense, Band, Blocks)):
+        return config_for(q, selection).copy
+    return isinstance(selection, Lines) and q.shape[1] >= LONG
 
 
 def _attend_mixed(q: Tensor, kv: KVView, mixed: Mixed, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:

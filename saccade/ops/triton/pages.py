@@ -5,6 +5,8 @@ are. This module is a kv.rows.RowMover."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +14,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
-from saccade.kv.row_formats import format_of
+from saccade.kv.row_formats import AUTO, format_of
 from saccade.kv.rows import filler, summarize_rows
+from saccade.kv.view import KVView
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
 from saccade.ops.triton.readers import load_keys, load_stored, put_stored, store_rows
@@ -23,6 +26,7 @@ __all__ = [
     "filler",
     "gather",
     "launch_copies",
+    "plain_copy",
     "resolve",
     "store",
     "summarize",
@@ -45,7 +49,7 @@ def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     if count:
         _move[(-(-(start + count) // size) - start // size, heads, 2)](
             paged.k, paged.v, paged.block_table, k, v, start, count, paged.head_stride, *k.stride()[:2],
-            *v.stride()[:2],
+            *v.stride()[:2], size * k.stride(1), size * v.stride(1),
             HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=True, RAW=k.dtype == paged.k.dtype,
             num_warps=4,
         )  # fmt: skip
@@ -63,9 +67,25 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int, dtype: torc
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
         _move[(-(-stop // size) - start // size, heads, 1)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=False, RAW=dtype is None, num_warps=4,
+            size * out.stride(1), 0, HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=False, RAW=dtype is None, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def plain_copy(kv: KVView, stop: int) -> KVView:
+    """The first ``stop`` tokens of ``kv`` as plain rows of memory of their own, for calls that read coded rows often."""
+    paged, layout = kv.paged(), replace(kv.format, k=AUTO, v=AUTO)
+    heads, size, blocks = layout.kv_heads, layout.block_size, layout.blocks(stop)
+    k, v = (torch.empty(layout.shape(blocks, AUTO), dtype=layout.dtype, device=kv.device) for _ in range(2))
+    table = torch.arange(blocks, dtype=torch.int32, device=kv.device)[None]
+    if stop:
+        block, head, row = k.stride()[:3]
+        _move[(blocks, heads, 2)](
+            paged.k, paged.v, paged.block_table, k, v, 0, stop, paged.head_stride, head, row, head, row, block, block,
+            HEADS=heads, SIZE=size, D=layout.head_dim, WIDTH=pad(layout.head_dim, 1), STORES=False, RAW=False,
+            num_warps=4,
+        )  # fmt: skip
+    return KVView(Paged(k, v, table, stop, layout))
 
 
 def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
@@ -194,15 +214,15 @@ def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr
 
 @triton.jit(do_not_specialize=["start", "count", "table_head"])
 def _move(
-    k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row,
+    k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row, k_block, v_block,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STORES: tl.constexpr,
     RAW: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, of the keys or of the values; ``RAW``: ``D`` elements of a row as they are stored."""
     block, head = start // SIZE + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    pool, rows, head_stride, row_stride = k_pool, k, k_head, k_row
+    pool, rows, head_stride, row_stride, block_stride = k_pool, k, k_head, k_row, k_block
     if tl.program_id(2) == 1:
-        pool, rows, head_stride, row_stride = v_pool, v, v_head, v_row
+        pool, rows, head_stride, row_stride, block_stride = v_pool, v, v_head, v_row, v_block
     slot = tl.load(table + head * table_head + block).to(tl.int64)
     within = tl.arange(0, SIZE)[:, None]
     channel = tl.arange(0, WIDTH)[None, :]
@@ -210,7 +230,8 @@ def _move(
     there = (row >= 0) & (row < count)
     real = there & (channel < D)
     place = (slot * HEADS + head) * SIZE + within
-    plain = rows + head * head_stride + row * row_stride + channel
+    number = tl.program_id(0).to(tl.int64)
+    plain = rows + head * head_stride + number * block_stride + (within - start % SIZE) * row_stride + channel
     if STORES:
         found = tl.load(plain, mask=real, other=0)
         if RAW:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kv.row_formats import FP8, format_of
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
@@ -34,7 +35,7 @@ from saccade.ops.triton.common import (
     precision,
     processors,
 )
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.decode import Pages, Tiles
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
 from saccade.ops.triton.readers import key_codes, value_codes
@@ -42,6 +43,8 @@ from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
 MOST_KEYS = 512  # of one microbatch
+PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
+CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of fp8 rows
 WINDOW = 64  # published microbatches looked at in one go
 WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
@@ -80,10 +83,7 @@ def attend_progressive(
     guesses: Guesses | None = None,
     readers: int | None = None,
     held_back: int | None = None,
-    keys: int = 64,
-    stages: int = 2,
-    registers: int | None = 128,
-    warps: int = 4,
+    tiles: Tiles | None = None,
 ) -> Progress:
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
     are block ids of ``size`` keys, ``order`` by criticality.
@@ -93,7 +93,7 @@ def attend_progressive(
     default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``before`` int32 [batch, kv_heads],
     contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where nobody
     knows; written anew. Results do not depend on it. ``readers`` programs serve each unit; by default what fills the
-    device, on which four programs of so few ``registers`` share a processor.
+    device. ``tiles``: as in attend_decode.
     """
     q, always, order = rows(q), flat(always, torch.int32), flat(order, torch.int32)
     counts = None if counts is None else flat(counts, torch.int32)
@@ -101,10 +101,12 @@ def attend_progressive(
     kv_heads = pages.k.shape[1]
     units, ranked = order.shape
     group, device = heads // kv_heads, q.device
+    coded = format_of(pages.k, q.dtype) is FP8 and q.dtype != torch.float32
+    keys, warps, stages, registers, resident = tiles or (CODES if coded and head_dim <= 128 else PLAIN)
     ahead = -(-always.shape[1] // rule.microbatch)  # microbatches of `always`: they come first and never stop
     parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
-        readers = max(1, min(4 * processors(device) // units, parts, WINDOW))
+        readers = max(1, min(resident * processors(device) // units, parts, WINDOW))
     row_bytes = pad(head_dim) * q.element_size()
     tile = max(size, min(keys, pad(rule.microbatch, 1) * size))
     if held_back is None:  # under the interpreter programs run one after another: it would be for nothing

@@ -1,0 +1,174 @@
+"""Attention over keys and values in fp8 rows beside bfloat16's: decode of everything, of blocks, of tokens and by PSA's
+rule, chunks of a prompt, and copies to host memory. Heads are an 8B Llama's; graphs are replayed on scattered blocks.
+
+python benchmarks/gpu/kv_formats.py [CONTEXTxBATCH ...]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from saccade.kv import KVFormat, KVStorage, KVView
+from saccade.kv.host import HostTier
+from saccade.kv.row_formats import AUTO, FP8, RowFormat
+from saccade.ops import Call, run
+from saccade.ops.triton import decode
+from saccade.ops.triton.decode import KeyLists, Pages, Tiles, attend_decode
+from saccade.ops.triton.progressive import attend_progressive
+from saccade.selection import Dense, Shape
+from saccade.selection.forms import Rule
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 32
+SCALE = HEAD_DIM**-0.5
+TRIED = (
+    decode.CODES,
+    Tiles(32, 1, 4, None, 8),
+    Tiles(32, 1, 3, 168, 12),
+    Tiles(32, 1, 3, None, 10),
+    Tiles(64, 2, 3, None, 4),
+    Tiles(64, 1, 3, None, 8),
+    Tiles(64, 4, 3, 128, 4),
+    Tiles(32, 2, 3, None, 4),
+    Tiles(64, 2, 4, None, 4),
+)
+
+
+def pages_of(rows: RowFormat, context: int, batch: int) -> Pages:
+    """Random keys and values in pages scattered over a pool."""
+    layout = KVFormat(torch.bfloat16, KV_HEADS, HEAD_DIM, PAGE, rows, rows)
+    blocks = layout.blocks(context)
+    storage = KVStorage(layout, batch * blocks, "cuda")
+    for part in (storage.k, storage.v):
+        for some in part.split(4096):
+            values = torch.randn(*some.shape[:3], HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            some.copy_(rows.encode(values, some.dtype))
+    tables = torch.randperm(batch * blocks, device="cuda").to(torch.int32).view(batch, 1, blocks)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    return Pages(storage.k, storage.v, tables, lengths, context)
+
+
+def lists_of(context: int, batch: int, share: float, size: int) -> KeyLists:
+    """Random distinct blocks, or keys, of every KV head of every sequence, sorted."""
+    entries = context // size
+    count, lists = max(1, round(share * entries)), batch * KV_HEADS
+    chosen = torch.stack([torch.randperm(entries, device="cuda")[:count].sort().values for _ in range(lists)])
+    counts = torch.full((lists,), count, dtype=torch.int32, device="cuda")
+    return KeyLists(None, counts, chosen.flatten().to(torch.int32), KV_HEADS, size, count)
+
+
+def us(call: Callable[[], Any]) -> float:
+    return 1e3 * float(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"))
+
+
+def compare(name: str, plain: Callable[[], Any], coded: Callable[[], Any]) -> None:
+    """Three rounds of each in turn: their medians."""
+    found = [(us(plain), us(coded)) for _ in range(3)]
+    one, two = (statistics.median(part) for part in zip(*found))
+    print(f"{name}: bf16 {one:.1f} us, fp8 {two:.1f} us, {one / two:.2f}x", flush=True)
+
+
+def decoding(context: int, batch: int) -> None:
+    """Times, and how far results in bfloat16 are apart from float32's over the same values."""
+    plain, coded = (pages_of(rows, context, batch) for rows in (AUTO, FP8))
+    q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    at = f"{context} x {batch}"
+    found = []
+    for tiles in TRIED:
+        try:
+            found.append((us(lambda tiles=tiles: attend_decode(q, coded, None, scale=SCALE, tiles=tiles)), tiles))
+        except Exception as error:
+            print(f"{tiles}: {type(error).__name__}: {str(error)[:80]}")
+    for time, tiles in sorted(found)[:4]:
+        print(f"   dense {at}: {time:.1f} us, {tuple(tiles)}")
+    best = min(found)[1]
+    for name, tiles in (("default tiles", None), ("best tiles", best)):
+        if tiles is None or tiles != decode.CODES:
+            compare(
+                f"dense {at}, {name}",
+                lambda: attend_decode(q, plain, None, scale=SCALE),
+                lambda tiles=tiles: attend_decode(q, coded, None, scale=SCALE, tiles=tiles),
+            )
+        for size in (32, 1):
+            for share in (0.02, 0.12):
+                lists = lists_of(context, batch, share, size)
+                compare(
+                    f"lists of {size}, {share:.0%}, {at}, {name}",
+                    lambda lists=lists: attend_decode(q, plain, lists, scale=SCALE),
+                    lambda lists=lists, tiles=tiles: attend_decode(q, coded, lists, scale=SCALE, tiles=tiles),
+                )
+        if best == decode.CODES:
+            break
+    blocks, units = context // PAGE, batch * KV_HEADS
+    order = torch.stack([torch.randperm(blocks - 4, device="cuda") + 2 for _ in range(units)]).to(torch.int32)
+    always = torch.tensor([0, 1, blocks - 2, blocks - 1], device="cuda").int().expand(units, -1).contiguous()
+    rule = Rule(0.125, 4, "min", "all")
+    compare(
+        f"PSA's rule over 1/8, {at}",
+        lambda: attend_progressive(q, plain, always, order[:, : blocks // 8], PAGE, rule, scale=SCALE),
+        lambda: attend_progressive(q, coded, always, order[:, : blocks // 8], PAGE, rule, scale=SCALE),
+    )
+
+
+def prefilling(context: int, rows: int) -> None:
+    q = torch.randn(HEADS, rows, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, KV_HEADS, context, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    shape, times = Shape.suffix(HEADS, KV_HEADS, rows, context), []
+    for kind in (AUTO, FP8):
+        view = KVView.from_tensors(k, v, PAGE, shuffle_seed=1, rows=kind)
+        times.append(
+            triton.testing.do_bench(
+                lambda view=view: run(Call.of(q, view, Dense(shape))), warmup=5, rep=60, return_mode="median"
+            )
+        )
+    print(
+        f"prefill {rows} rows of {context}: bf16 {times[0]:.3f} ms, fp8 {times[1]:.3f} ms, {times[0] / times[1]:.2f}x"
+    )
+
+
+def tiers() -> None:
+    """Blocks of 64 MB of bfloat16 to pinned host memory and back."""
+    times = []
+    for rows in (AUTO, FP8):
+        layout = KVFormat(torch.bfloat16, KV_HEADS, HEAD_DIM, PAGE, rows, rows)
+        storage, count = KVStorage(layout, 512, "cuda"), 512
+        tier = HostTier(512 * layout.block_bytes, storage)
+        which = torch.randperm(count)
+
+        def back(tier: HostTier = tier, storage: KVStorage = storage, which: Tensor = which) -> None:
+            from saccade.ops.triton.pages import copy_blocks
+
+            copy_blocks((tier.k, tier.v), which, (storage.k, storage.v), which)
+
+        back()
+        torch.cuda.synchronize()
+        times.append((layout.block_bytes, statistics.median(_ms(back) for _ in range(9))))
+        tier.close()
+    (size, one), (less, two) = times
+    print(
+        f"512 blocks from host memory: bf16 {size} bytes each, {one:.2f} ms; fp8 {less / size:.3f} of them, {one / two:.2f}x"
+    )
+
+
+def _ms(call: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+    for one in sys.argv[1:] or ["131072x8", "131072x1"]:
+        decoding(*map(int, one.split("x")))
+    for context, rows in ((32768, 32768), (131072, 16384), (131072, 2048), (131072, 256), (131072, 64)):
+        prefilling(context, rows)
+    tiers()
