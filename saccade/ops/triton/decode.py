@@ -151,8 +151,8 @@ def attend_decode(
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is FlashDecoding's
-    (Dao et al., 2023).
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is
+    FlashDecoding's (Dao et al., 2023).
 
     ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
     and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then.

@@ -15,8 +15,8 @@ from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
 from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.means import Means
-from saccade.ops.triton.prefill import attend_prefill, config_for
 from saccade.ops.triton.pages import LONG, plain_copy
+from saccade.ops.triton.prefill import attend_prefill, config_for
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection import (
     Band,

@@ -67,13 +67,14 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int, dtype: torc
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
         _move[(-(-stop // size) - start // size, heads, 1)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            size * out.stride(1), 0, HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=False, RAW=dtype is None, num_warps=4,
+            size * out.stride(1), 0, HEADS=heads, SIZE=size, D=width, WIDTH=pad(width, 1), STORES=False,
+            RAW=dtype is None, num_warps=4,
         )  # fmt: skip
     return out
 
 
 def plain_copy(kv: KVView, stop: int) -> KVView:
-    """The first ``stop`` tokens of ``kv`` as plain rows of memory of their own, for calls that read coded rows often."""
+    """The first ``stop`` tokens of ``kv`` as plain rows in memory of their own, for calls that read them often."""
     paged, layout = kv.paged(), replace(kv.format, k=AUTO, v=AUTO)
     heads, size, blocks = layout.kv_heads, layout.block_size, layout.blocks(stop)
     k, v = (torch.empty(layout.shape(blocks, AUTO), dtype=layout.dtype, device=kv.device) for _ in range(2))
