@@ -327,6 +327,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             decode._decode,
             {
                 **decoding, "PER": per, "ROWS": rows, "SIZE": size, "SPACED": True, "COUNTED": True, "KEYS": 32,
+                "RUN": 1 if size == 1 else 32,
                 "MANY": True, "D": head_dim, "D_PAD": head_dim,
             },
             {"num_warps": 4, "num_stages": 3, **({} if head_dim > 128 else {"maxnreg": 96})},
