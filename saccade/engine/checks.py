@@ -100,9 +100,10 @@ class Checks:
         if self.pool.states is not None:
             check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
+            balanced = "" if self.model.runner.turns is None else ", or kv_rotate=False where keys have a bias"
             raise PolicyError(
                 f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
-                f"keys all alike; use '{freeze.name}(reuse=hidden)'"
+                f"keys all alike; use '{freeze.name}(reuse=hidden)'{balanced}"
             )
         for method in (policy.prefill, policy.decode):
             if method.calibration in OF_CHANNELS and self.pool.format.turned:
