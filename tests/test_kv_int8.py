@@ -15,11 +15,12 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SaccadeError, SamplingParams
 from saccade.engine.config import EngineConfig
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
-from saccade.kv.row_formats import AUTO, INT8, RowFormat
+from saccade.kv.row_formats import AUTO, INT8
 from saccade.kv.saved import SavedKV, load_kv, save_kv
 from saccade.methods.labels.store import Labels
 from saccade.ops import Call, cpu, cpu_rows, cpu_sums, run
 from saccade.ops.movers import row_mover
+from saccade.ops.rounding import attention_error
 from saccade.ops.scores import antidiagonal_shares, line_sums, row_logits
 from saccade.ops.truth import by_torch, group_truth
 from saccade.pools import make_pool
@@ -229,38 +230,7 @@ def model(tmp_path_factory):
     )
 
 
-POLICIES = (
-    "dense",
-    "topk(k=24)",
-    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.6, block_size=16, microbatch=1)",
-    "quest(budget=64, block_size=16)",
-    "lfps(k=32, sinks=4, local=8)",
-    "h2o(budget=64)",
-    "magicpig(dense_upto=0)",
-)
 OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "prefill_chunk": 64, "block_size": 16}
-
-
-def test_engines_answer_as_from_a_plain_pool_of_the_values(model, monkeypatch):
-    """The reference backend from codes, to the bit as from their values; the kernels the same tokens."""
-    ids, asked = random_ids(230, seed=5), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-    answers: dict[str, list] = {}
-    for name, options in (
-        ("codes", {"kv_dtype": "int8", "backend": "reference"}),
-        ("kernels", {"kv_dtype": "int8"}),
-        ("values", {"backend": "reference"}),
-        ("plain", {}),
-    ):
-        with monkeypatch.context() as patch, LLM(model, **OPTIONS, **options) as llm:
-            if name == "values":
-                patch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows))
-            answers[name] = [llm.generate(ids, asked, policy=policy)[0].outputs[0] for policy in POLICIES]
-    for policy, codes, kernels, values in zip(POLICIES, answers["codes"], answers["kernels"], answers["values"]):
-        assert codes.token_ids == values.token_ids == kernels.token_ids, policy
-        assert codes.cumulative_logprob == values.cumulative_logprob, policy
-        assert kernels.cumulative_logprob == pytest.approx(codes.cumulative_logprob, abs=2e-3), policy
-    drift = [abs(a.cumulative_logprob - b.cumulative_logprob) for a, b in zip(answers["codes"], answers["plain"])]
-    assert max(drift) > 0  # else nothing was rounded
 
 
 def test_prefixes_batches_and_tiers_change_no_token(model, tmp_path):
@@ -311,3 +281,26 @@ def test_what_it_refuses(model):
     q, coded, _ = views(torch.float32, 40)
     with pytest.raises(SaccadeError, match="triton"):
         run(Call.of(q[:, -1:], coded, Dense(Shape.suffix(8, 2, 1, 40))), "triton")
+
+
+def test_a_certificate_says_what_rounding_adds(model):
+    """In the report, and no less than what it was over keys and values that are not rounded."""
+    n, d = 300, 64
+    q, k, v = planted_heads(4, 2, n, d)
+    k *= 0.2
+    exact = brute_force(q[:, -1:], k, v, torch.ones(1, n, dtype=torch.bool))[0]
+    view = KVView.from_tensors(k, v, rows=INT8)
+    found = brute_force(q[:, -1:], view.keys(), view.values(), torch.ones(1, n, dtype=torch.bool))[0]
+    logits = (q[:, -1].double()[:, None] * view.keys().double().repeat_interleave(2, 0)).sum(-1) * d**-0.5
+    sizes = (torch.softmax(logits, -1) * view.values().double().norm(dim=-1).repeat_interleave(2, 0)).sum(-1)
+    error = (found - exact).double().norm(dim=-1)[:, 0] / sizes
+    for head in range(2):
+        bound = attention_error(q[2 * head : 2 * head + 2, -1], view, head, d**-0.5)
+        assert 0 < error[2 * head : 2 * head + 2].max() <= bound < 2
+    assert attention_error(q[:2, -1], KVView.from_tensors(k, v), 0, d**-0.5) == 0
+    asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, certify=(0.3, 0.1))
+    for name, known in (("int8", True), ("auto", False)):
+        with LLM(model, **OPTIONS, kv_dtype=name) as llm:
+            said = llm.generate(random_ids(200, seed=1), asked, policy="vattention")[0].report["decode"]["certified"]
+        assert ("rounding" in said) == known
+        assert not known or said["rounding"] > 0

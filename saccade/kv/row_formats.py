@@ -51,6 +51,11 @@ class RowFormat:
         """The values of ``stored`` [..., width], in ``dtype``: [..., head_dim]."""
         return stored
 
+    def step(self, stored: Tensor) -> Tensor | None:
+        """What lies between a value and its neighbours, of which the nearest was stored: fp32 [..., head_dim]; None
+        where rows are as they were."""
+        return None
+
 
 class HalfRows(RowFormat):
     """bfloat16 rows of a model that computes in float32; of one that computes in bfloat16 they are ``auto``."""
@@ -64,6 +69,9 @@ class HalfRows(RowFormat):
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.to(dtype)
+
+    def step(self, stored: Tensor) -> Tensor | None:
+        return stored.float().abs() * 2**-7
 
 
 class Int8Rows(RowFormat):
@@ -99,6 +107,11 @@ class Int8Rows(RowFormat):
         scale = stored[..., values:].contiguous().view(SCALE).float()
         exact = _scaled(stored[..., :values].float()).mul_(scale[..., None])
         return exact.flatten(-2)[..., :values].to(dtype)
+
+    def step(self, stored: Tensor) -> Tensor | None:
+        values = self.head_dim(stored.shape[-1])
+        scale = stored[..., values:].contiguous().view(SCALE).float()
+        return scale.repeat_interleave(SCALED, -1)[..., :values]
 
 
 def _scaled(rows: Tensor) -> Tensor:
