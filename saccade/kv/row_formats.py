@@ -161,6 +161,12 @@ class Fp8Rows(RowFormat):
         scale = stored[..., values : values + 4].contiguous().view(torch.float32)
         return (stored[..., :values].contiguous().view(torch.float8_e4m3fn).float() * scale).to(dtype)
 
+    def step(self, stored: Tensor) -> Tensor | None:
+        values = self.head_dim(stored.shape[-1])
+        scale = stored[..., values : values + 4].contiguous().view(torch.float32)
+        exponent = (stored[..., :values] & 0x7F) >> 3  # of codes below 2^-6 as of those above
+        return torch.exp2(exponent.clamp(min=1).float() - 10) * scale
+
 
 AUTO: RowFormat = RowFormat()
 INT8: RowFormat = Int8Rows()
