@@ -30,6 +30,7 @@ class RowFormat:
     name = "auto"
     number = 0
     read_by: tuple[str, ...] = ("triton", "cpu", "reference")
+    multiple = 1  # of which head_dim is one
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         """Of the tensors that hold rows of dtype ``rows``."""
@@ -133,6 +134,7 @@ class Fp8Rows(RowFormat):
 
     name = "fp8"
     number = 3
+    multiple = 8
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.uint8  # torch indexes no tensors of float8
