@@ -39,8 +39,8 @@ class KVFormat:
             raise SaccadeError(f"kv_heads={self.kv_heads} and head_dim={self.head_dim} must both be at least 1")
         if self.head_dim % self.k.multiple:
             raise SaccadeError(
-                f"kv_dtype={self.k.name!r} takes a head_dim that is a multiple of {self.k.multiple}, got {self.head_dim}; "
-                "leave kv_dtype at 'auto'"
+                f"kv_dtype={self.k.name!r} takes a head_dim that is a multiple of {self.k.multiple}, got "
+                f"{self.head_dim}; leave kv_dtype at 'auto'"
             )
         if self.k is not self.v:
             raise SaccadeError(
