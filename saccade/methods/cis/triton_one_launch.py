@@ -308,7 +308,9 @@ def _score(
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
-        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, TYPE)
+        k, k_scale = key_codes(
+            k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, TYPE, q.shape[0]
+        )
         here = number
         number += parts * KEYS
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)

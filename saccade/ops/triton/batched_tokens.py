@@ -143,7 +143,9 @@ def _score(
         top = tl.full([PER_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([PER_PAD], tl.float32)
         for _ in tl.range(split, tiles, tl.num_programs(0)):
-            k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE)
+            k, k_scale = key_codes(
+                k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE, q.shape[0]
+            )
             here = number
             number += hop
             place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)

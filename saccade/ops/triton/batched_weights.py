@@ -104,7 +104,7 @@ def _weigh(
         # Where the next keys lie is looked up while these are on their way.
         number = after
         valid = number < count
-        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], valid[:, None], D, TYPE)
+        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
         after += hop
         place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)

@@ -20,7 +20,7 @@ ROOM: tl.constexpr = tl.constexpr(32768.0)
 @triton.jit
 def queries(q, k_pool):
     """``q`` [rows, D] as :func:`logits` takes it, and by what its products are to be multiplied, fp32 [rows, 1]."""
-    if in_codes(k_pool.dtype.element_ty, q.dtype):
+    if in_codes(k_pool.dtype.element_ty, q.dtype, q.shape[0]):
         wide = q.to(tl.float32)
         exponent = tl.max(tl.abs(wide), 1, keep_dims=True).to(tl.int32, bitcast=True) >> 23
         exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -39,7 +39,7 @@ def products(q, rise, k, k_scale, PRECISION: tl.constexpr):
 @triton.jit
 def no_values(v_pool, ROWS: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr):
     """Sums of no values, which :func:`add_values` adds to: of even channels, of odd ones, and their grain."""
-    if in_codes(v_pool.dtype.element_ty, TYPE):
+    if in_codes(v_pool.dtype.element_ty, TYPE, ROWS):
         none = tl.zeros([ROWS, D_PAD // 2], tl.float32)
         return none, none, tl.full([], LEAST, tl.float32)
     else:

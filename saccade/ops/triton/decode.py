@@ -126,7 +126,7 @@ class Tiles(NamedTuple):
 PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
 # Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
 CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
-MANY_CODES = Tiles(keys=64, warps=4, stages=3, registers=None, resident=2)
+MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
 
 
 def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
@@ -134,7 +134,7 @@ def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
     if format_of(pages.k, q.dtype) is not FP8 or q.dtype == torch.float32:
         return PLAIN
     if pad(lines) > 16:
-        return MANY_CODES
+        return MANY_CODES if pad(lines) > 32 else PLAIN._replace(registers=None)
     return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
 
 
@@ -367,8 +367,10 @@ def _decode(
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
         k_rows, v_rows = _spread(k_row, k_more, step, RUN, KEYS), _spread(v_row, v_more, step, RUN, KEYS)
-        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE)
-        v, odd, v_scale = value_codes(v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE)
+        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
+        v, odd, v_scale = value_codes(
+            v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0]
+        )
         valid, at = seen, _spread(number, number + RUN, step, RUN, KEYS)
         number += hop
         seen = _seen(number, count, after, after_other, length, step, RUN, KEYS)

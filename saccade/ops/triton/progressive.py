@@ -233,8 +233,10 @@ def _read(
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
-            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE)
-            v, odd, v_scale = value_codes(v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE)
+            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
+            v, odd, v_scale = value_codes(
+                v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE, q.shape[0]
+            )
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.

@@ -32,17 +32,18 @@ def load_values(v_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr
 
 
 @triton.constexpr_function
-def in_codes(stored, TYPE):
-    """Whether kernels for ``TYPE`` multiply codes, as float16, which has them all: of coded rows, on GPUs that turn one
-    into the other by an instruction. Else :func:`load_keys` and :func:`load_values` serve."""
-    return stored == tl.uint8 and TYPE in (tl.float16, tl.bfloat16) and cuda_capability_geq(8, 9)
+def in_codes(stored, TYPE, LINES):
+    """Whether products of ``LINES`` queries of ``TYPE`` multiply codes, as float16, which has them all: of coded rows,
+    on GPUs that turn one into the other by an instruction. Of more lines each warp would do so with all of them; there,
+    and elsewhere, :func:`load_keys` and :func:`load_values` serve."""
+    return stored == tl.uint8 and TYPE in (tl.float16, tl.bfloat16) and LINES <= 16 and cuda_capability_geq(8, 9)
 
 
 @triton.jit
-def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
+def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr):
     """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
     :func:`in_codes`; else keys, and 1, of which the compiler makes nothing."""
-    if in_codes(k_pool.dtype.element_ty, TYPE):
+    if in_codes(k_pool.dtype.element_ty, TYPE, LINES):
         codes = _get(k_pool + (row * (D + MORE) + channel), channel, there, D)
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), _scales(k_pool, row, there, D)
     else:
@@ -50,10 +51,12 @@ def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def value_codes(v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr):
+def value_codes(
+    v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr
+):
     """As :func:`key_codes`, of values, the even channels and the odd ones apart: two codes are one number of 16 bits,
     for which there are transposed copies out of shared memory. Else values, and nothing that counts."""
-    if in_codes(v_pool.dtype.element_ty, TYPE):
+    if in_codes(v_pool.dtype.element_ty, TYPE, LINES):
         pair = tl.arange(0, D_PAD // 2)[None, :]
         at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
         found = _get(at, pair * 2, there, D)
