@@ -134,6 +134,7 @@ class Fp8Rows(RowFormat):
 
     name = "fp8"
     number = 3
+    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_fp8.py passes on a GPU
     multiple = 8
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:

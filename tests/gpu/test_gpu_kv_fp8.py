@@ -29,6 +29,14 @@ from saccade.ops.triton.few_rows import attend_few
 from saccade.selection import Shape
 
 
+@pytest.fixture(scope="module", autouse=True)
+def read_by_kernels():
+    """Engines refuse fp8 rows on a GPU until what follows has passed on one: then "triton" joins Fp8Rows.read_by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(FP8), "read_by", (*FP8.read_by, "triton"))
+        yield
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_it_stores_and_summarizes_what_torch_does(dtype, head_dim):
@@ -51,12 +59,18 @@ def test_it_stores_and_summarizes_what_torch_does(dtype, head_dim):
     assert torch.equal(by_torch.gather(ours.v, table, 2, 9), stored[:, 4:11])
     k, v = (part.nan_to_num(1, 1, 1) for part in (k, v))
     coded, plain = KVView.from_tensors(k, v, 16, rows=FP8), KVView.from_tensors(rounded(k), rounded(v), 16)
-    for kind in ("minmax", "cuboid", "mean_value"):
-        assert torch.equal(summarize(coded.paged(), kind, 8, 0, 2), summarize(plain.paged(), kind, 8, 0, 2))
+    for kind in ("minmax", "cuboid", "mean_value"):  # sums may be added up in another order
+        close(*(summarize(one.paged(), kind, 8, 0, 2) for one in (coded, plain)), dtype)
     made, own = torch.zeros(1, 2, 2, head_dim, dtype=dtype, device="cuda"), coded.paged()
     at = Pages(own.k, own.v, own.block_table[None], torch.tensor([16]).int().cuda(), 16)
     append_rows(k[:, 15][None], v[:, 15][None], at, Summaries(torch.tensor([made.data_ptr()]).cuda(), 16, "cuboid"))
-    assert torch.equal(made, summarize(coded.paged(), "cuboid", 16, 0, 1))
+    close(made, summarize(coded.paged(), "cuboid", 16, 0, 1), dtype)
+
+
+def close(ours, theirs, dtype) -> None:
+    """But for a rounding of the greatest value."""
+    bound = 2 * torch.finfo(dtype).eps * float(theirs.abs().max())
+    torch.testing.assert_close(ours, theirs, atol=max(bound, 1e-6), rtol=0)
 
 
 def views(dtype, n, head_dim, scale=1.0):
@@ -120,6 +134,7 @@ def engines(folder):
 def test_tokens_equal_those_of_the_cpu(engines, policy):
     prompt = random_ids(400, seed=5)
     on_cpu, on_gpu = (engine.generate(prompt, GREEDY, policy=policy)[0] for engine in engines)
+    assert on_cpu.error is None, on_cpu.error
     assert on_gpu.error is None, on_gpu.error
     assert tokens(on_gpu) == tokens(on_cpu)
     backends = on_gpu.report["prefill"]["backends"] | on_gpu.report["decode"]["backends"]
