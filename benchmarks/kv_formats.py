@@ -15,7 +15,7 @@ import torch
 
 from saccade.bench.decode import decoding, opened, query_rows
 from saccade.bench.inputs import Problem, make, problem_of, random_blocks
-from saccade.kv.row_formats import AUTO, INT8
+from saccade.kv.row_formats import INT8
 from saccade.methods import Query
 from saccade.ops import Call, cpu, run
 from saccade.selection import Dense, Shape, Tokens
@@ -44,7 +44,11 @@ def main() -> None:
             coded = problem_of(plain.q, plain.k, plain.v, len(plain.views), INT8)
             for threads in map(int, asked.threads.split(",")):
                 torch.set_num_threads(threads)
-                for name in ("dense", *(f"blocks({one})" for one in densities), *(f"tokens({one})" for one in densities)):
+                for name in (
+                    "dense",
+                    *(f"blocks({one})" for one in densities),
+                    *(f"tokens({one})" for one in densities),
+                ):
                     report(f"decode {context} {threads}t {name}", asked.repeats, plain, coded, reading(name, threads))
                 for name in methods:
                     report(f"decode {context} {threads}t {name}", asked.repeats, plain, coded, deciding(name, threads))
@@ -57,7 +61,9 @@ def main() -> None:
                     report(f"prefill {asked.prefill} {threads}t {name}", 3, plain, coded, reading(name, threads))
 
 
-def report(name: str, repeats: int, plain: Problem, coded: Problem, step: Callable[[Problem], Callable[[int], object]]) -> None:
+def report(
+    name: str, repeats: int, plain: Problem, coded: Problem, step: Callable[[Problem], Callable[[int], object]]
+) -> None:
     calls = step(plain), step(coded)
     pairs = []
     for turn in range(repeats + 1):
@@ -109,7 +115,9 @@ def deciding(name: str, threads: int) -> Callable[[Problem], Callable[[int], obj
             which = turn % len(problem.views)
             view, state, q = problem.views[which], states[which], rows[:, TAIL // 2 + turn % (TAIL // 2)][:, None]
             query = Query.of(q, view, step=turn // len(problem.views))
-            call = Call.of(q, view, method.select_decode(query, state), threads=threads, want_weights=method.wants_weights)
+            call = Call.of(
+                q, view, method.select_decode(query, state), threads=threads, want_weights=method.wants_weights
+            )
             ran = run(call)
             method.observe(query, ran.used, ran.weights, state)
 

@@ -45,8 +45,8 @@ KV_DTYPE = typer.Option(
     "--kv-dtype", help="How keys and values are stored: auto (the model's dtype), bf16, int8 (CPU) or fp8 (GPU)."
 )
 KV_ROTATE = typer.Option(
-    "--kv-rotate/--no-kv-rotate", help="Turn queries and keys by Hadamard products before these are stored; by default "
-    "of int8.",
+    "--kv-rotate/--no-kv-rotate",
+    help="Turn queries and keys by Hadamard products before these are stored; by default of int8.",
 )
 CHUNK = typer.Option(
     "--prefill-chunk",

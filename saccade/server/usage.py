@@ -63,7 +63,9 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
     bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
     sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
-    certified = {name: (max if name == "rounding" else sum)(one[name] for one in sure) for name in sure[0]} if sure else None
+    certified = (
+        {name: (max if name == "rounding" else sum)(one[name] for one in sure) for name in sure[0]} if sure else None
+    )
     return {
         "policy": policy,
         **phases,
