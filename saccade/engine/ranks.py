@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,19 @@ from saccade.engine.memory import Cut
 from saccade.engine.rank_counts import LateOfAll, RankCounts, join_counts, share_counts
 from saccade.engine.rank_limits import check_policy
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.rank_messages import (
+    BeginTurn,
+    ForgetStates,
+    Fork,
+    Free,
+    Load,
+    LoadRows,
+    Message,
+    Save,
+    SaveRows,
+    Settled,
+    Truncate,
+)
 from saccade.engine.saved_memory import SavedMemory
 from saccade.engine.step import StepInput, StepResult
 from saccade.engine.worker import Worker
@@ -31,85 +44,6 @@ from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
-
-
-class Fork(NamedTuple):
-    """See ``Memories.fork``."""
-
-    source: int
-    target: int
-    length: int | None
-
-
-class Truncate(NamedTuple):
-    """See ``Memories.truncate``."""
-
-    sequence: int
-    length: int
-    cut: Cut
-    stored: int | None
-    learns: bool
-    holds: bool
-
-
-class BeginTurn(NamedTuple):
-    """See ``Memories.begin_turn``."""
-
-    sequence: int
-    reached: int
-    keeps: bool
-
-
-class Settled(NamedTuple):
-    """See ``Memories.settled``."""
-
-    sequence: int
-
-
-class ForgetStates(NamedTuple):
-    """See ``Memories.forget_states``."""
-
-    sequence: int
-
-
-class Free(NamedTuple):
-    """See ``Memories.free``."""
-
-    sequence: int
-    closes: bool
-
-
-class Save(NamedTuple):
-    """See ``Memories.save``; the ranks gather keys and values."""
-
-    sequence: int
-    segment: int | None
-
-
-class SaveRows(NamedTuple):
-    """See ``Memories.save_rows``; likewise."""
-
-    sequence: int
-    start: int
-    stop: int
-
-
-class Load(NamedTuple):
-    """See ``Memories.load``: keys and values of the rank's own heads."""
-
-    sequence: int
-    saved: SavedKV
-
-
-class LoadRows(NamedTuple):
-    """See ``Memories.load_rows``; likewise."""
-
-    sequence: int
-    tensors: dict[str, Tensor]
-    rows: int | None
-
-
-Message = StepInput | BeginTurn | Settled | ForgetStates | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows
 
 
 class SharedMemories(Memories):
