@@ -63,7 +63,7 @@ def main() -> None:
             agreed[name] += int((truth.argmax(-1) == found.argmax(-1)).sum())
             del found
     plain = torch.cat(losses[next(iter(engines))])
-    print(f"{asked.model}, {asked.dtype}, {asked.policy}, {len(plain)} tokens in windows of {asked.length}, {asked.text.name}")
+    print(f"{asked.model}, {asked.dtype}, {asked.policy}: {len(plain)} tokens of {asked.text.name}")
     for name in engines:
         loss, kl = torch.cat(losses[name]), torch.cat(diverged[name])
         off = loss - plain

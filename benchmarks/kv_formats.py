@@ -15,7 +15,7 @@ import torch
 
 from saccade.bench.decode import decoding, opened, query_rows
 from saccade.bench.inputs import Problem, make, problem_of, random_blocks
-from saccade.kv.row_formats import AUTO, INT8
+from saccade.kv.row_formats import INT8
 from saccade.methods import Query
 from saccade.ops import Call, cpu, run
 from saccade.selection import Dense, Shape, Tokens

@@ -95,6 +95,8 @@ class RowReader {
           bytes_(together * row_width(format, d_) * element_bytes(format, sizeof(T))) {}
 
     bool coded() const { return coded_; }
+    // Whether rows are codes of 8 bits by 64 channels alone, which word_products.h multiplies where they lie.
+    bool words() const { return has_words(format_, d_); }
 
     // Where `count` rows are decoded to; nothing for plain ones.
     struct Room {

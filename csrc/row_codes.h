@@ -34,6 +34,11 @@ SACCADE_INLINE int64_t element_bytes(RowFormat format, int64_t value_bytes) {
     return format == RowFormat::int8 || format == RowFormat::fp8 ? 1 : format == RowFormat::bf16 ? 2 : value_bytes;
 }
 
+// Whether a row is codes of 8 bits by whole runs of channels that share a scale.
+SACCADE_INLINE bool has_words(RowFormat format, int64_t head_dim) {
+    return format == RowFormat::int8 && head_dim % kScaled == 0;
+}
+
 SACCADE_INLINE float value_of(float x) { return x; }
 SACCADE_INLINE float value_of(uint16_t x) { return from_half(x); }
 SACCADE_INLINE void put_value(float* to, float x) { *to = x; }

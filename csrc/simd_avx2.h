@@ -16,6 +16,7 @@ struct Simd {
     static constexpr int NV = 3;  // 12 sums of 4 keys, 3 vectors of queries and one of a key: 16 registers
     static constexpr bool has_bf16_dot = false;
     static constexpr bool has_byte_dot = true;
+    static constexpr bool has_word_dot = false;
     using F = __m256;
     using I = __m256i;
 

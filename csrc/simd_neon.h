@@ -158,6 +158,7 @@ struct Simd {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     static constexpr bool has_bf16_dot = true;
     static constexpr bool has_byte_dot = false;
+    static constexpr bool has_word_dot = false;
 
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 

@@ -24,6 +24,7 @@ struct Simd {
     static constexpr int registers = 16;  // vectors that a CPU has
     static constexpr bool has_bf16_dot = false;
     static constexpr bool has_byte_dot = false;  // the last section of simd_avx2.h
+    static constexpr bool has_word_dot = false;
     using F = float __attribute__((vector_size(16)));
     using I = int32_t __attribute__((vector_size(16)));
     using U = uint32_t __attribute__((vector_size(16)));

@@ -12,7 +12,7 @@ from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.row_formats import INT8, format_called
+from saccade.kv.row_formats import RowFormat, format_called
 from saccade.kv.sequence_states import EVERY
 from saccade.kv.states import StatePool
 from saccade.kv.tier import Tier
@@ -32,7 +32,7 @@ def make_pool(
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
     spec, size = model.spec, config.block_size
     rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
-    turned = _turns(config, model.device)
+    turned = _turns(config, rows, model.device)
     layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows, turned)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
@@ -89,11 +89,11 @@ def _reader(backend: str, device: torch.device) -> str:
     return "reference" if backend == "reference" or not cpu.available() else "cpu"
 
 
-def _turns(config: EngineConfig, device: torch.device) -> bool:
+def _turns(config: EngineConfig, rows: RowFormat, device: torch.device) -> bool:
     """Whether keys are stored in the basis of ``kv_rotate``."""
     if config.kv_rotate and device.type != "cpu":
         raise SaccadeError("kv_rotate=True: queries and keys are turned on a CPU alone; leave it out, or device='cpu'")
-    return config.kv_dtype == INT8.name if config.kv_rotate is None else config.kv_rotate
+    return rows.turned if config.kv_rotate is None else config.kv_rotate
 
 
 def _state_pool(config: EngineConfig, model: LoadedModel, memory: int, max_model_len: int) -> StatePool:

@@ -38,7 +38,9 @@ def test_heads_become_their_products_with_hadamards_matrix(dtype, head_dim):
             room = torch.empty(9, 5, head_dim + 16, dtype=dtype)[..., :head_dim].transpose(0, 1)
             given = room.copy_(x) if strided else x.clone()
             row_passes.turn(given, factors)
-            assert torch.allclose(given.double(), wanted, **({"atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3}))
+            assert torch.allclose(
+                given.double(), wanted, **({"atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3})
+            )
             by_torch = row_passes._torch_turn(x.float() if factors is None else x.float() * factors[:, None]).to(dtype)
             assert torch.equal(given, by_torch)  # every instruction set, to the bit
 
@@ -85,7 +87,6 @@ def model(request, tmp_path_factory):
     )
 
 
-
 def test_engines_answer_as_without(model):
     """To float32's rounding where everything is read: one row and many, whole steps in C++ and layer by layer."""
     ids = random_ids(150, seed=5)
@@ -93,7 +94,9 @@ def test_engines_answer_as_without(model):
     for options in ({}, {"kv_rotate": True}, {"kv_rotate": True, "backend": "reference"}):
         with LLM(model, **OPTIONS, **options) as llm:
             assert (llm.model.runner.turns is not None) == bool(options)
-            answers.append([llm.generate(ids, ASKED, policy=policy)[0].outputs[0] for policy in ("dense", "topk(k=24)")])
+            answers.append(
+                [llm.generate(ids, ASKED, policy=policy)[0].outputs[0] for policy in ("dense", "topk(k=24)")]
+            )
     for plain, *others in zip(*answers):
         for one in others:
             assert one.token_ids == plain.token_ids

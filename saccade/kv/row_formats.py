@@ -30,6 +30,7 @@ class RowFormat:
     name = "auto"
     number = 0
     read_by: tuple[str, ...] = ("triton", "cpu", "reference")
+    turned = False  # whether keys are turned before (kv_rotate) where nobody says
     multiple = 1  # of which head_dim is one
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
@@ -83,6 +84,7 @@ class Int8Rows(RowFormat):
     name = "int8"
     number = 1
     read_by = "cpu", "reference"
+    turned = True
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.int8

@@ -66,8 +66,9 @@ class HFRunner:
     def turn_keys(self, on: bool = True) -> None:
         """Have attention given queries and keys in another basis (models.key_turns), or no longer. Keys that are stored
         must be of the same one."""
-        turns = [PLAIN] * self.depth if self.llama is None else turns_of(self.llama.weights)
-        self.turns = turns if on else None
+        self.turns = None
+        if on:
+            self.turns = [PLAIN] * self.depth if self.llama is None else turns_of(self.llama.weights)
         if self.llama is not None:
             self.llama.turn(self.turns)
 

@@ -62,7 +62,14 @@ KV_DTYPE = "STORM_KV_DTYPE"  # the environment's, which killed processes have, t
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
-    llm = LLM(folder, dtype="float32", kv_memory="4MiB", prefill_chunk=32, kv_dtype=os.environ.get(KV_DTYPE, "auto"), **options)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        kv_memory="4MiB",
+        prefill_chunk=32,
+        kv_dtype=os.environ.get(KV_DTYPE, "auto"),
+        **options,
+    )
     if llm.sessions is not None:
         llm.sessions.segments.size = SEGMENT
     return llm

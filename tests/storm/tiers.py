@@ -70,9 +70,7 @@ class DiskFaults:
         return f"{request} ended with {type(error).__name__}: {error}"
 
 
-def storm(
-    requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dtype: str = "auto"
-) -> dict[str, Any]:
+def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dtype: str = "auto") -> dict[str, Any]:
     """Run it with ``each`` prompts and a talk of every policy; what happened. AssertionError for what does not hold."""
     policies = [*dict.fromkeys([policy.text for policy in EVERY]), *MIXED]
     torch.set_num_threads(1)
