@@ -20,6 +20,7 @@ def pair(request, tmp_path_factory):
 @pytest.fixture
 def in_slots(monkeypatch):
     monkeypatch.setattr(slotted, "serves", lambda device: True)
+    monkeypatch.setattr(slotted, "on_host", lambda device: False)
 
 
 def test_prompts_turns_and_edits(pair, in_slots, monkeypatch):

@@ -22,7 +22,6 @@ from saccade.kv.states import StateFormat, StatePart
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
 from saccade.ops import slotted
-from saccade.ops.cpu_delta import on_cpu
 from saccade.ops.slots import NewRows, Slots
 
 Parts = Mapping[str, Tensor | Slots]
@@ -230,14 +229,11 @@ class _Split:
         return self.inner(hidden_states, **asked)
 
 
-_RULES = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
-
-
 def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
     forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
-    found = {name: slotted.in_slots(name, on_cpu(one) if name in _RULES else one) for name, one in called.items()}
+    found = {name: slotted.in_slots(name, one) for name, one in called.items()}
     if not found:
         return module.forward
     own = FunctionType(

@@ -1,5 +1,6 @@
-"""What layers that keep a state call, by transformers' names and with its arguments, over states in slots of a pool on
-a GPU: our Triton kernels, which change the slots themselves. Given anything else they are what they stand for.
+"""What layers that keep a state call, by transformers' names and with its arguments, over states in slots of a pool: our
+kernels, Triton's on a GPU and those of C++ on a CPU, which change the slots themselves. Given anything else they are
+what they stand for.
 
 These are transformers' functions too where ``flash-linear-attention`` or ``causal-conv1d`` is installed: those take
 states as tensors, which every step would have to gather and scatter, so they serve only where these kernels do not run.
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops import triton
+from saccade.ops import cpu, cpu_keeping, triton
 from saccade.ops.slots import NewRows, Slots
 
 ACTIVATIONS = (None, "silu", "swish")  # of convolutions
@@ -21,7 +22,16 @@ ACTIVATIONS = (None, "silu", "swish")  # of convolutions
 
 def serves(device: torch.device) -> bool:
     """Whether the kernels run on tensors of ``device``."""
-    return device.type == "cuda" and triton.available()
+    return on_host(device) or (device.type == "cuda" and triton.available())
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether the kernels on ``device`` are those of C++."""
+    return device.type == "cpu" and cpu.available()
+
+
+def _hosted(slots: Slots) -> bool:
+    return on_host(slots.pool.device)
 
 
 def _conv_step(
@@ -33,6 +43,8 @@ def _conv_step(
 def _conv(
     hidden_states: NewRows, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
+    if _hosted(hidden_states.slots):
+        return cpu_keeping.convolve(hidden_states, weight, bias, activation is not None)
     from saccade.ops.triton.causal_conv import convolve
 
     return convolve(hidden_states, weight, bias, activation is not None)
@@ -48,6 +60,9 @@ def _delta_step(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Slots]:
+    if _hosted(initial_state):
+        out = cpu_keeping.delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        return out, initial_state
     from saccade.ops.triton.delta_rule import step
 
     return step(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel), initial_state
@@ -63,6 +78,9 @@ def _delta_chunks(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Slots]:
+    if _hosted(initial_state):
+        out = cpu_keeping.delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
+        return out, initial_state
     from saccade.ops.triton.delta_chunks import prompt
 
     return prompt(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel), initial_state
@@ -82,10 +100,15 @@ def _space_step(
     **_: Any,
 ) -> Tensor:
     """All but ``hidden_states``, ``B`` and ``C`` come the same for each of a head's channels."""
-    from saccade.ops.triton.state_space import step
-
     skip, bias = (None if one is None else one[:, 0] for one in (D, dt_bias))
-    out = step(hidden_states, dt[..., 0], A[:, 0, 0], B, C, skip, bias, dt_softplus, state)
+    if _hosted(state):
+        rows = (one[:, None] for one in (hidden_states, dt[..., 0]))
+        groups = (one[:, None] for one in (B, C))
+        out = cpu_keeping.state_space(*rows, A[:, 0, 0], *groups, skip, bias, state, softplus=dt_softplus)[:, 0]
+    else:
+        from saccade.ops.triton.state_space import step
+
+        out = step(hidden_states, dt[..., 0], A[:, 0, 0], B, C, skip, bias, dt_softplus, state)
     return out if z is None else out * torch.nn.functional.silu(z)
 
 
@@ -103,6 +126,11 @@ def _space_chunks(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> tuple[Tensor, Slots]:
+    if _hosted(initial_states):
+        out = cpu_keeping.state_space(
+            hidden_states, dt, A, B, C, D, dt_bias, initial_states, softplus=dt_softplus, limits=dt_limit
+        )
+        return out, initial_states
     from saccade.ops.triton.state_space import prompt
 
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
