@@ -38,6 +38,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
 from saccade.methods.policy import Policy
+from saccade.models.keeping import SlotRows
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 
@@ -178,6 +179,9 @@ class DeviceBackend(DeviceServing):
             self._learn(step, memories, results, key)
         elif audits is not None:
             audits.settle()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.moved(times)
         return results
 
     def _arranged(
@@ -276,7 +280,10 @@ class DeviceBackend(DeviceServing):
             context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
             tokens, positions = buffers.tokens[: rows * each], buffers.positions[: rows * each]
             wanted = buffers.last_tokens(rows, each) if key.prefill else None
-            kind.logits = self._forward.run(tokens, positions, context, wanted)
+            states = None
+            if pool.states is not None:
+                states = SlotRows(pool.states.tensors, buffers.reads[:rows], buffers.writes[:rows])
+            kind.logits = self._forward.run(tokens, positions, context, wanted, states)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
@@ -305,7 +312,7 @@ class DeviceBackend(DeviceServing):
         self._rooms.follow(buffers, placed)
         if audits is not None:
             audits.launch()  # before anything that they look at is written over
-        buffers.advance(choice.tokens)
+        buffers.advance(choice.tokens, swaps=True)
         dense: Tensor | None = None
         if self.watch.replays_next and not launched.key.absent:
             dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)

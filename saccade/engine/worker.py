@@ -113,7 +113,7 @@ class Worker:
         began = time.perf_counter()
         for one in step.scheduled:
             self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
-        kept.begin(step.scheduled, self.memories)
+        kept.begin(step.scheduled, self.memories, moves=self.device is not None)
         result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         try:
@@ -248,10 +248,11 @@ class Worker:
 def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
     """The backend of recorded steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
-    if getattr(runner, "keeping", None) is not None:
-        return None  # a recorded step would have to find states where it was recorded with them: the host serves all
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
         return None
+    keeping = getattr(runner, "keeping", None)
+    if keeping is not None and not keeping.in_slots(device):
+        return None  # its modules know states as tensors of their own, not by what a step reads on the device
     if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:
         return None  # as for every kernel: see ops.triton.dispatch.supports
     from saccade.engine.device import DeviceBackend  # needs Triton
