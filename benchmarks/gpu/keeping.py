@@ -74,43 +74,46 @@ def steps(shape: Shape, batches: Sequence[int], sweep: bool) -> None:
     print("| batch | step, µs | reads and writes of its states, µs | ratio | convolution, µs |")
     print("|---|---|---|---|---|")
     for batch in batches:
-        pool = torch.randn(LAYERS, 2 * batch, shape.heads, shape.d_k, shape.d_v, device="cuda")
-        order = torch.randperm(2 * batch, device="cuda")
-        reads, writes = order[:batch].contiguous(), order[batch:].contiguous()
-        inputs = rows_of(shape, batch, 1)
+        step_line(shape, batch, sweep)
 
-        def run(layer: int) -> None:
-            delta_rule.step(*inputs, Slots(pool[layer], reads, writes), True)
 
-        def moved(layer: int) -> None:
-            pool[layer, batch:].copy_(pool[layer, :batch])
+def step_line(shape: Shape, batch: int, sweep: bool) -> None:
+    pool = torch.randn(LAYERS, 2 * batch, shape.heads, shape.d_k, shape.d_v, device="cuda")
+    order = torch.randperm(2 * batch, device="cuda")
+    reads, writes = order[:batch].contiguous(), order[batch:].contiguous()
+    inputs = rows_of(shape, batch, 1)
 
-        def in_place(layer: int) -> None:
-            pool[layer, :batch].mul_(1.0)
+    def run(layer: int) -> None:
+        delta_rule.step(*inputs, Slots(pool[layer], reads, writes), True)
 
-        convs = torch.zeros(LAYERS, 2 * batch, shape.channels, shape.taps, device="cuda", dtype=torch.bfloat16)
-        rows = torch.randn(batch, shape.channels, 1, device="cuda", dtype=torch.bfloat16)
-        weight = torch.randn(shape.channels, shape.taps, device="cuda", dtype=torch.bfloat16)
+    def moved(layer: int) -> None:
+        pool[layer, batch:].copy_(pool[layer, :batch])
 
-        def convolve(layer: int) -> None:
-            causal_conv.convolve(NewRows(rows, Slots(convs[layer], reads, writes)), weight, None, True)
+    def in_place(layer: int) -> None:
+        pool[layer, :batch].mul_(1.0)
 
-        floor = min(micros(moved), micros(in_place))
-        ours = micros(run)
-        print(f"| {batch} | {ours:.2f} | {floor:.2f} | {ours / floor:.2f} | {micros(convolve):.2f} |", flush=True)
-        if sweep:
-            kept = delta_rule.CHANNELS, delta_rule.WARPS
-            found = {}
-            for width, warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
-                delta_rule.CHANNELS, delta_rule.WARPS = width, warps
-                try:
-                    found[width, warps] = micros(run)
-                except Exception as error:
-                    print(f"  {width} {warps}: {type(error).__name__}")
-            delta_rule.CHANNELS, delta_rule.WARPS = kept
-            best = sorted(found.items(), key=lambda one: one[1])[:6]
-            print("  best (channels, warps):", ", ".join(f"{a}: {b:.2f}" for a, b in best), flush=True)
-        del pool, convs
+    convs = torch.zeros(LAYERS, 2 * batch, shape.channels, shape.taps, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(batch, shape.channels, 1, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(shape.channels, shape.taps, device="cuda", dtype=torch.bfloat16)
+
+    def convolve(layer: int) -> None:
+        causal_conv.convolve(NewRows(rows, Slots(convs[layer], reads, writes)), weight, None, True)
+
+    floor = min(micros(moved), micros(in_place))
+    ours = micros(run)
+    print(f"| {batch} | {ours:.2f} | {floor:.2f} | {ours / floor:.2f} | {micros(convolve):.2f} |", flush=True)
+    if sweep:
+        kept = delta_rule.CHANNELS, delta_rule.WARPS
+        found = {}
+        for width, warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
+            delta_rule.CHANNELS, delta_rule.WARPS = width, warps
+            try:
+                found[width, warps] = micros(run)
+            except Exception as error:
+                print(f"  {width} {warps}: {type(error).__name__}")
+        delta_rule.CHANNELS, delta_rule.WARPS = kept
+        best = sorted(found.items(), key=lambda one: one[1])[:6]
+        print("  best (channels, warps):", ", ".join(f"{a}: {b:.2f}" for a, b in best), flush=True)
 
 
 def prompts(shape: Shape, tokens: int, sweep: bool) -> None:
