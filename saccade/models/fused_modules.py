@@ -92,7 +92,7 @@ def _mlp(module: nn.Module) -> Callable[..., Tensor] | None:
         assert isinstance(down, nn.Linear)
 
         def forward(x: Tensor, gate: Any = gate, up: Any = up, down: Any = down) -> Tensor:
-            flat = x.reshape(-1, x.shape[-1])
+            flat = x.flatten(0, -2)
             inner = products.gated(flat, _matrix(gate), _matrix(up))
             return products.product(inner, _matrix(down)).view(x.shape)
 
@@ -114,7 +114,7 @@ def _linear(module: nn.Module) -> Callable[..., Tensor] | None:
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows > products.MOST_ROWS:
+        if not 0 < rows <= products.MOST_ROWS:
             return nn.functional.linear(x, module.weight, module.bias)
         return products.product(x.reshape(rows, -1), _matrix(module)).view(*x.shape[:-1], -1)
 

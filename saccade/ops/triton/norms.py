@@ -28,13 +28,15 @@ class Norming(NamedTuple):
 def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor | None = None) -> Tensor:
     """``x`` [..., channels] normed, times ``weight`` [channels]; ``gate`` [..., channels] through silu is a factor."""
     channels = x.shape[-1]
-    flat = x.reshape(-1, channels)
-    other = flat if gate is None else gate.reshape(-1, channels)
+    flat = x.flatten(0, -2)
+    other = flat if gate is None else gate.flatten(0, -2)
     flat, other = (one if one.stride(-1) == 1 else one.contiguous() for one in (flat, other))
     rows, size = flat.shape[0], channels // how.groups
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     width = pad(size)
     each = max(1, TILE // width)
+    if not rows:
+        return out.view(x.shape)
     _norm[(triton.cdiv(rows, each), how.groups)](
         flat, other, weight, out, rows, flat.stride(0), other.stride(0), epsilon, CHANNELS=channels, SIZE=size,
         WIDTH=width, ROWS=each, GATED=gate is not None, FIRST=how.gates_first, WEIGHTS=how.weights,
