@@ -299,6 +299,8 @@ class DeviceBackend(DeviceServing):
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
         if not self.runs_ahead or not replayed or key.prefill or not may_follow(placed, key):
             return False
+        if key.absent and self.runner.keeping is not None:
+            return False  # a step that turns out short runs again, from states that the next one would write over
         return not key.absent or self._tiers.lets_follow(_rows(placed))
 
     @torch.inference_mode()
@@ -317,6 +319,9 @@ class DeviceBackend(DeviceServing):
         if self.watch.replays_next and not launched.key.absent:
             dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)
         self._tiers.go_ahead()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.spoilt = True
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
         choice.write(tokens, self.runner.spec.vocab_size)

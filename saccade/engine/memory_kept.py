@@ -43,6 +43,11 @@ def end(rows: ScheduledRequest, memory: SequenceMemory) -> None:
         memory.kept.end(rows.stop, rows.length, rows.ends_span)
 
 
+def is_spoilt(memory: SequenceMemory) -> bool:
+    """Whether a step that failed has left its sequence's state as nobody knows it."""
+    return memory.kept is not None and memory.kept.spoilt
+
+
 def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
     """Where layers find the states of the sequences of these rows; None where no layer keeps any."""
     kept = [one.memory.kept for one in requests]

@@ -132,7 +132,7 @@ class Worker:
                                 pass
                         except StepFailedError as error:
                             self._note_failed(packed, result, error)
-                            part = sorted([*part, *pack])
+                            part = sorted([*part, *self._not_spoilt(step, pack, result)])
                         except Exception as error:
                             self._broke(packed, result, error)
         finally:
@@ -231,6 +231,18 @@ class Worker:
         why = "torch served steps" if short else "the batched step failed and torch served rows one by one"
         for one in step.scheduled:
             result.requests[one.request_id].note(f"{one.phase}: {why}: {error}")
+
+    def _not_spoilt(self, step: StepInput, which: Sequence[int], result: StepResult) -> list[int]:
+        """Of the requests ``which`` of a step that failed, those that another backend can go on with; the others are
+        undone, as the next step may have changed their layers' states already."""
+        left: list[int] = []
+        for number in which:
+            one = step.scheduled[number]
+            if kept.is_spoilt(self.memories[one.sequence_id]):
+                result.requests[one.request_id].undone = True
+            else:
+                left.append(number)
+        return left
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         """After a pass that broke its requests are to be tried again, each in a pass of its own, so that only those

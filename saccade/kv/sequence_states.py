@@ -18,13 +18,15 @@ class SequenceStates:
     ``slot``: where the state is that steps go on from, once they do (:meth:`begin` to :meth:`rest`); it is nobody
     else's while a step runs. All others are snapshots, which the pool may give up for others. ``spare``: a second slot,
     where a device puts the next state and leaves this one as it was: a step of its that fails, or that nobody asks for,
-    has done nothing.
+    has done nothing. ``spoilt``: the step after this one, which writes to ``slot``, was launched while this one might
+    still fail.
     """
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self.slot: int | None = None
         self.spare: int | None = None
+        self.spoilt = False
         self._more = 0  # tokens of this step beside those that it was scheduled for
         self._stands: int | None = None  # tokens that ``slot`` stands after; None within a step
         self._kept: dict[int, int] = {}  # snapshots: slots by the tokens that they stand after
@@ -77,7 +79,7 @@ class SequenceStates:
                 pool.copy(own, fresh)
                 pool.unpin(own)
                 self.slot = fresh
-        self._stands, self._more = None, 0
+        self._stands, self._more, self.spoilt = None, 0, False
 
     def double(self) -> None:
         """Have a spare slot, if there is room for one beside what sequences compute with."""
@@ -95,7 +97,7 @@ class SequenceStates:
         assert self.slot is not None, "a step begins before it moves its state"
         assert self.spare is not None, "it has a slot to move it to"
         self.pool.swap_spare(self.spare, self.slot)
-        self.slot, self.spare, self._more = self.spare, self.slot, times - 1
+        self.slot, self.spare, self._more, self.spoilt = self.spare, self.slot, times - 1, False
 
     def leave(self, inner: int) -> None:
         """Layers are to leave a snapshot after ``inner`` tokens, in the midst of the step that began, if there is room
