@@ -123,3 +123,13 @@ def test_samples_of_one_prompt_go_their_own_ways(pair, batched):
     for number in range(3):
         pair.check(ids, output, number, greedy=False)
     assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+
+
+def test_steps_that_are_replayed_and_held_against_the_truth(pair, batched):
+    """A dense replay of a step moves a state as the step itself then does, from where it was."""
+    ids = random_ids(120, seed=3)
+    policy = "quest(budget=32, block_size=16, dense_layers=0)"
+    plain, audited = (replace(LONG, audit=share, audit_steps=share) for share in (0.0, 0.6))
+    (left,), (right,) = (batched.generate([ids], one, policy=policy) for one in (plain, audited))
+    assert tokens(left) == tokens(right)
+    assert right.report["audit"]["agreement"]["samples"] > 0
