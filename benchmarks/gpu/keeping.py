@@ -105,7 +105,7 @@ def step_line(shape: Shape, batch: int, sweep: bool) -> None:
     if sweep:
         kept = delta_rule.CHANNELS, delta_rule.WARPS
         found = {}
-        for width, warps in product((8, 16, 32, 64, 128), (1, 2, 4, 8)):
+        for width, warps in product((8, 16, 32, 64), (1, 2, 4, 8)):
             delta_rule.CHANNELS, delta_rule.WARPS = width, warps
             try:
                 found[width, warps] = micros(run)
@@ -147,7 +147,7 @@ def prompts(shape: Shape, tokens: int, sweep: bool) -> None:
     names = "WIDTH", "SYSTEM_WARPS", "SCAN_WARPS", "SCAN_STAGES"
     kept = [getattr(delta_chunks, name) for name in names]
     found = {}
-    for numbers in [(32, warps, 4, 2) for warps in (4, 8)] + list(product((16, 32, 64), (8,), (4, 8), (1, 2, 3))):
+    for numbers in [(32, 4, 4, 2), (32, 8, 8, 2), *product((16, 32, 64), (8,), (4,), (1, 2, 3))]:
         for name, number in zip(names, numbers):
             setattr(delta_chunks, name, number)
         try:
