@@ -50,7 +50,7 @@ def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slot
     _scan[(triton.cdiv(d_v, width), heads, sequences)](
         q, k, v, beta, solved, weights, factors, out, slots.pool, slots.reads, slots.writes, tokens, *q.stride()[:3],
         *k.stride()[:3], *v.stride()[:3], *beta.stride(), slots.pool.stride(0), **shape, D_V=d_v, WIDTH=width,
-        STAGES=SCAN_STAGES, num_warps=SCAN_WARPS,
+        STAGES=SCAN_STAGES if q.element_size() == 2 else 1, num_warps=SCAN_WARPS,
     )  # fmt: skip
     return out
 
