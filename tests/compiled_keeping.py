@@ -22,7 +22,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         spaces = {**_SLOTS, **of_rows, "dt": f"*{dtype}", **dict.fromkeys(("a", "d", "bias"), "*fp32")}
         chunks = {**_DELTA, "CHUNK": delta_chunks.CHUNK, "PRECISION": precision, "types": types}
         systems = {**chunks, "BLOCK": delta_chunks.BLOCK, "NORMED": True, "NORM": delta_rule.NORM}
-        scan = {**chunks, "D_V": 128, "WIDTH": delta_chunks.WIDTH, "STAGES": 2 if dtype == "bf16" else 1}
+        scan = {**chunks, "D_V": 128, "WIDTH": delta_chunks.WIDTH, "STAGES": delta_chunks.SCAN_STAGES}
         step = {**_DELTA, "D_V": 128, "WIDTH": delta_rule.CHANNELS, "NORMED": True, "NORM": delta_rule.NORM}
         plain = dict.fromkeys(("rows", "weight", "bias", "out", "pool"), f"*{dtype}")
         convolving = {"KEPT": 4, "KEPT_PAD": 4, "TAPS": 4, "WIDTH": causal_conv.CHANNELS, "BIASED": True, "SILU": True}
