@@ -3,10 +3,10 @@
     python benchmarks/gpu/hybrid.py [--model 27b|4b] [--layers 8] [--prefill 32768 131072] [--decode 131072x8]
         [--policies dense "arkvale(budget=2048)"] [--profile]
 
-Prefill beside its products and its attention by themselves: each matrix product of the layers and each call of
-attention, over the same numbers of rows and keys, timed alone and added up. Decode steps as an engine runs them, after
-a context whose keys, values and states are random. The frame is ``endtoend.py``'s; weights are random, so densities are
-set by budgets.
+Prefill beside its products and its attention: what their kernels take in it, by torch's profiler, over what the prompt
+takes without one; and by themselves, each call over the same numbers of rows and keys, added up. Decode steps as an
+engine runs them, after a context whose keys, values and states are random. The frame is ``endtoend.py``'s; weights are
+random, so densities are set by budgets.
 """
 
 from __future__ import annotations
@@ -127,8 +127,12 @@ class Bench(endtoend.Bench):
     @torch.inference_mode()
     def alone(self, tokens: int) -> tuple[float, float]:
         """Seconds that the layers' products, and their attention, take by themselves over a prompt in chunks."""
+        last, unread = self.spec.places[-1], ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         linear = [
-            one for layer in self.model.get_decoder().layers for one in layer.modules() if type(one) is torch.nn.Linear
+            one
+            for number, layer in enumerate(self.model.get_decoder().layers)
+            for name, one in layer.named_modules()
+            if type(one) is torch.nn.Linear and not (number == last and name.endswith(unread))  # which nobody reads
         ]
         by_width = {width: torch.randn(CHUNK, width, device="cuda", dtype=torch.bfloat16) for width in
                     {one.in_features for one in linear}}  # fmt: skip
@@ -151,16 +155,25 @@ class Bench(endtoend.Bench):
                 run(Call.of(q, view, Dense(shape)))
 
         attends()
-        return taken, self.spec.layers * endtoend.seconds(attends)
+        return taken, (self.spec.layers - 1) * endtoend.seconds(attends)
+
+    def kernels(self, tokens: int) -> tuple[float, float]:
+        """Seconds that the kernels of products, and of attention, take within a prompt."""
+        request = self.request(tokens, "dense")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self.prefill(request)
+            torch.cuda.synchronize()
+        request.sequence.close()
+        names = [(row.key, 1e-6 * row.self_device_time_total) for row in seen.key_averages()]
+        products = sum(one for name, one in names if any(part in name for part in ("nvjet", "gemm", "_product")))
+        return products, sum(one for name, one in names if name in ("_prefill", "_attend_groups"))
 
     def prefill_row(self, tokens: int) -> None:
         taken = statistics.median(self.first_token(tokens, "dense", None) for _ in range(2))
-        products, attends = self.alone(tokens)
-        share = (products + attends) / taken
-        say(
-            f"prefill {tokens}: {taken:.3f} s; products {products:.3f} + attention {attends:.3f} by themselves = "
-            f"{share:.3f} of it"
-        )
+        for name, (products, attends) in (("within it", self.kernels(tokens)), ("alone", self.alone(tokens))):
+            share = (products + attends) / taken
+            parts = f"products {products:.3f} + attention {attends:.3f} {name}"
+            say(f"prefill {tokens}: {taken:.3f} s; {parts}: {share:.3f}")
 
     def prefill(self, request: Request, chunk: int = CHUNK) -> None:
         """See the class it derives from: in chunks as an engine has them."""

@@ -11,12 +11,15 @@ from saccade import LLM, SamplingParams
 
 FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
 
+WIDE = ("lfm2", "olmo_hybrid", "granitemoehybrid")  # whose heads are as wide as their number says
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def engines(request, tmp_path_factory):
     """A CPU and a GPU engine of one checkpoint, whose heads are wide enough for the kernels."""
-    wide = request.param in ("lfm2", "olmo_hybrid", "granitemoehybrid")
-    sizes = {"hidden_size": 128} if wide else {"head_dim": 32}
+    sizes = {"hidden_size": 128} if request.param in WIDE else {"head_dim": 32}
+    if request.param == "granitemoehybrid":
+        sizes["mamba_n_heads"] = 8
     folder = make_checkpoint(
         request.param, tmp_path_factory.mktemp(request.param), **sizes, max_position_embeddings=2048
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.ops.slots import NewRows
 from saccade.ops.triton.common import begin, launched, pad
 
-TOKENS, CHANNELS = 64, 128  # of a tile of a prompt
+TOKENS, CHANNELS = 32, 128  # of a tile of a prompt
 
 
 def convolve(given: NewRows, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
