@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
+from saccade.models.fused_modules import fuse
 from saccade.models.interface import (
     AheadRows,
     AttentionContext,
@@ -60,6 +61,8 @@ class HFRunner:
         self._embedding = decoder.embed_tokens
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
+        if self.keeping is not None and self.keeping.in_slots(self.device):
+            fuse(model)
 
     @property
     def device(self) -> torch.device:

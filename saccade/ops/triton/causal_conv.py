@@ -11,8 +11,7 @@ from torch import Tensor
 from saccade.ops.slots import NewRows
 from saccade.ops.triton.common import begin, launched, pad
 
-TOKENS = 16  # of a tile of a prompt
-CHANNELS = 128  # of a tile
+TOKENS, CHANNELS = 32, 128  # of a tile of a prompt
 
 
 def convolve(given: NewRows, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -22,24 +21,25 @@ def convolve(given: NewRows, weight: Tensor, bias: Tensor | None, silu: bool) ->
     rows, slots = given.rows, given.slots
     sequences, channels, tokens = rows.shape
     out = torch.empty(sequences, tokens, channels, dtype=rows.dtype, device=rows.device)
-    weight = weight.contiguous()
+    if tokens > 1:
+        weight = weight.t().contiguous().t()  # read over and over: the channels of a tap together
     tile, kept = 1 if tokens == 1 else TOKENS, slots.pool.shape[-1]
     _convolve[(triton.cdiv(tokens, tile), triton.cdiv(channels, CHANNELS), sequences)](
         rows, weight, weight if bias is None else bias, out, slots.pool, slots.reads, slots.writes,
-        channels, tokens, *rows.stride(), slots.pool.stride(0), KEPT=kept, KEPT_PAD=pad(kept, 1),
-        TAPS=weight.shape[-1], TOKENS=tile, WIDTH=CHANNELS, BIASED=bias is not None, SILU=silu, num_warps=4,
-        **launched(rows.device),
+        channels, tokens, *rows.stride(), *weight.stride(), slots.pool.stride(0), KEPT=kept, KEPT_PAD=pad(kept, 1),
+        TAPS=weight.shape[-1], TOKENS=tile, WIDTH=CHANNELS, BIASED=bias is not None, SILU=silu,
+        num_warps=4 if tokens == 1 else 8, **launched(rows.device),
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _convolve(
-    rows, weight, bias, out, pool, reads, writes, channels, tokens, row_sequence, row_channel, row_token, slot_size,
-    KEPT: tl.constexpr, KEPT_PAD: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    BIASED: tl.constexpr, SILU: tl.constexpr, EARLY: tl.constexpr,
+    rows, weight, bias, out, pool, reads, writes, channels, tokens, row_sequence, row_channel, row_token,
+    weight_channel, weight_tap, slot_size, KEPT: tl.constexpr, KEPT_PAD: tl.constexpr, TAPS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one sequence. Only programs of the first tile look into the slots, and write them."""
+    """Some tokens of one sequence. Only programs of the first of them look into the slots, and write them."""
     begin(EARLY)
     tile, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -47,30 +47,31 @@ def _convolve(
     slot = tl.load(reads + sequence)
     rows += sequence * row_sequence + channel.to(tl.int64) * row_channel
     held = pool + tl.maximum(slot, 0) * slot_size + channel * KEPT
+    out += sequence * tokens * channels
+    first = (tile == 0) & (slot >= 0)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     acc = tl.zeros([TOKENS, WIDTH], tl.float32)
-    first = (tile == 0) & (slot >= 0)
-    for tap in tl.static_range(TAPS):
-        place = token - (TAPS - 1) + tap
-        inside = (place >= 0) & (place < tokens)
-        x = tl.load(
-            rows[None, :] + place.to(tl.int64)[:, None] * row_token, mask=inside[:, None] & real[None, :], other=0.0
-        ).to(tl.float32)
-        if tap < TAPS - 1:
-            old = (place < 0) & (place >= -KEPT) & (tl.zeros_like(place) + first.to(tl.int32) != 0)
-            x += tl.load(held[None, :] + (KEPT + place)[:, None], mask=old[:, None] & real[None, :], other=0.0).to(
-                tl.float32
-            )
-        w = tl.load(weight + channel * TAPS + tap, mask=real, other=0.0).to(tl.float32)
-        acc += x * w[None, :]
     if BIASED:
         acc += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(TAPS):
+        place = token - (TAPS - 1) + tap
+        inside = ((place >= 0) & (place < tokens))[:, None] & real[None, :]
+        x = tl.load(rows[None, :] + place.to(tl.int64)[:, None] * row_token, mask=inside, other=0.0)
+        w = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
+        acc += x.to(tl.float32) * w.to(tl.float32)[None, :]
+    if first:
+        for tap in tl.static_range(TAPS - 1):
+            place = token - (TAPS - 1) + tap
+            old = ((place < 0) & (place >= -KEPT))[:, None] & real[None, :]
+            x = tl.load(held[None, :] + (KEPT + place)[:, None], mask=old, other=0.0)
+            w = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
+            acc += x.to(tl.float32) * w.to(tl.float32)[None, :]
     y = acc.to(out.dtype.element_ty)
     if SILU:
         z = y.to(tl.float32)
         y = (z / (1.0 + tl.exp(-z))).to(out.dtype.element_ty)
-    place = (sequence * tokens + token)[:, None] * channels + channel[None, :]
-    tl.store(out + place, y, mask=(token < tokens)[:, None] & real[None, :])
+    target = out + token.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(target, y, mask=(token < tokens)[:, None] & real[None, :])
     if first:
         back = tl.arange(0, KEPT_PAD)
         source = tokens + back - KEPT

@@ -20,7 +20,7 @@ from saccade.ops.triton.delta_rule import NORM
 CHUNK = 64  # tokens
 BLOCK = 16  # rows of a chunk whose system is solved row by row
 WIDTH = 32  # channels of a value head that a program takes through the chunks
-SYSTEM_WARPS, SCAN_WARPS, SCAN_STAGES = 8, 4, 2
+SYSTEM_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
 
 
 def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slots, normed: bool) -> Tensor:
@@ -99,20 +99,26 @@ def _systems(
     tl.store(weights + tile, tl.where(past >= 0, weighed, 0.0).to(weights.dtype.element_ty))
     system = tl.dot(keys, turned, input_precision=PRECISION) * (fading * (by_key * rate)[:, None])
     system = tl.where(past > 0, system, 0.0)
-    # The blocks on the diagonal, all at once, a row of each after the other.
+    # The blocks on the diagonal, side by side, a row of all after the other.
     near = row[:, None] // BLOCK == row[None, :] // BLOCK
     inner = tl.where(near, system, 0.0)
-    inverse = tl.where(past == 0, 1.0, 0.0)
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    beside = tl.sum(tl.reshape(inner, [BLOCKS, BLOCK, CHUNK]), 0)
+    line, column = tl.arange(0, BLOCK)[:, None], row[None, :] % BLOCK
+    made = tl.where(line == column, 1.0, 0.0)
     for turn in tl.range(1, BLOCK):
-        mine = (row % BLOCK == turn)[:, None] & near
-        line = tl.sum(tl.where(mine, inner, 0.0), 0)  # by column: the blocks share none
-        made = tl.sum(line[:, None] * inverse, 0)
-        inverse = tl.where(mine & (past > 0), -made[None, :], inverse)
+        known_by = tl.reshape(tl.sum(tl.where(line == turn, beside, 0.0), 0), [BLOCKS, BLOCK])
+        each = tl.broadcast_to(tl.trans(known_by)[:, :, None], [BLOCK, BLOCKS, BLOCK])
+        next_line = -tl.sum(tl.reshape(each, [BLOCK, CHUNK]) * made, 0)
+        made = tl.where((line == turn) & (column < turn), next_line[None, :], made)
+    wide = tl.broadcast_to(made[None, :, :], [BLOCKS, BLOCK, CHUNK])
+    inverse = tl.where(near, tl.reshape(wide, [CHUNK, CHUNK]), 0.0)
     # What is left of it below them is nilpotent: as many terms as there are blocks.
-    rest = tl.dot(inverse, system - inner, input_precision=PRECISION)
+    kind = solved.dtype.element_ty
+    rest = tl.dot(inverse.to(kind), (system - inner).to(kind), input_precision=PRECISION)
     term = inverse
     for _turn in tl.static_range(1, CHUNK // BLOCK):
-        term = -tl.dot(rest, term, input_precision=PRECISION)
+        term = -tl.dot(rest.to(kind), term.to(kind), input_precision=PRECISION)
         inverse += term
     tl.store(solved + tile, inverse.to(solved.dtype.element_ty))
 

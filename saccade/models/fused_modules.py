@@ -1,0 +1,125 @@
+"""transformers' modules on a GPU with our kernels inside: a norm in one launch where torch takes eight, a gate in one,
+products of few rows at the rate at which weights are read.
+
+A module is what it computes: one is taken over where a kernel gives what it gives for random rows (and weights), to
+the rounding of its type. All others stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.ops.matrices import DenseMatrix
+
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of a gate, what it gates, and back
+_ROWS = 3  # by which a module is judged
+_CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def fuse(model: nn.Module) -> int:
+    """Take over what can be of the modules in ``model``, which lies on a GPU that runs Triton's kernels; returns how
+    many are."""
+    taken = 0
+    with torch.inference_mode():
+        for module in model.modules():
+            if "forward" not in vars(module):
+                made = _norm(module) or _mlp(module) or _linear(module)
+                if made is None:
+                    continue
+                module.forward = made
+            taken += 1
+    return taken
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    bound = _CLOSE[theirs.dtype]
+    return ours.dtype == theirs.dtype and torch.allclose(ours.float(), theirs.float(), rtol=bound, atol=bound / 8)
+
+
+def _norm(module: nn.Module) -> Callable[..., Tensor] | None:
+    """For an RMS norm of one weight, and a gate if it takes one."""
+    from saccade.ops.triton import norms
+
+    own = dict(module.named_parameters())
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if set(own) != {"weight"} or "Norm" not in type(module).__name__ or not isinstance(epsilon, float):
+        return None
+    weight = own["weight"]
+    if weight.dim() != 1 or weight.dtype not in _CLOSE:
+        return None
+    rows, gates = torch.randn(2, 1, _ROWS, len(weight), dtype=weight.dtype, device=weight.device)
+    other = {"weight": 0.5 + torch.rand_like(weight)}
+    given = (rows,) if "Gated" not in type(module).__name__ else (rows, gates)
+    try:
+        theirs = torch.func.functional_call(module, other, given)
+    except Exception:  # it takes something else
+        return None
+    for how in _normings(module, len(weight), gated=len(given) > 1):
+        if _same(norms.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
+
+            def forward(x: Tensor, gate: Tensor | None = None, how: Any = how) -> Tensor:
+                return norms.norm(x, module.weight, epsilon, how, gate)  # type: ignore[arg-type]
+
+            return forward
+    return None
+
+
+def _normings(module: nn.Module, channels: int, gated: bool) -> Iterator[Any]:
+    from saccade.ops.triton import norms
+
+    kinds = (norms.ROUNDED, norms.PLUS_ONE, norms.WHOLE)
+    groups = getattr(module, "n_groups", None) or channels // getattr(module, "group_size", channels)
+    for weights, first in product(kinds, (False, True) if gated else (False,)):
+        yield norms.Norming(weights, first, groups)
+
+
+def _mlp(module: nn.Module) -> Callable[..., Tensor] | None:
+    """For a gated MLP of three products."""
+    from saccade.ops.triton import products
+
+    for names in _MLPS:
+        parts = [getattr(module, name, None) for name in names]
+        if not all(type(part) is nn.Linear for part in parts) or len(list(module.parameters())) > 2 * len(parts):
+            continue
+        gate, up, down = parts
+        assert isinstance(gate, nn.Linear)
+        assert isinstance(up, nn.Linear)
+        assert isinstance(down, nn.Linear)
+
+        def forward(x: Tensor, gate: Any = gate, up: Any = up, down: Any = down) -> Tensor:
+            flat = x.flatten(0, -2)
+            inner = products.gated(flat, _matrix(gate), _matrix(up))
+            return products.product(inner, _matrix(down)).view(x.shape)
+
+        rows = torch.randn(1, _ROWS, gate.in_features, dtype=gate.weight.dtype, device=gate.weight.device)
+        try:
+            theirs = module(rows)
+        except Exception:  # it takes something else
+            continue
+        if isinstance(theirs, Tensor) and theirs.shape == rows.shape and _same(forward(rows), theirs):
+            return forward
+    return None
+
+
+def _linear(module: nn.Module) -> Callable[..., Tensor] | None:
+    from saccade.ops.triton import products
+
+    if type(module) is not nn.Linear or module.weight.element_size() != 2:
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if not 0 < rows <= products.MOST_ROWS:
+            return nn.functional.linear(x, module.weight, module.bias)
+        return products.product(x.reshape(rows, -1), _matrix(module)).view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _matrix(linear: nn.Linear) -> DenseMatrix:
+    return DenseMatrix(linear.weight, linear.bias)
