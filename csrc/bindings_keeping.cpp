@@ -2,6 +2,8 @@
 // alive.
 #include "bindings_keeping.h"
 
+#include "keeping_kernels.h"
+
 namespace nb = nanobind;
 
 namespace saccade {
@@ -23,6 +25,7 @@ void check_shares(int64_t heads, int64_t parts, const char* what) {
 void delta_rule(const KernelSet& set, const DeltaRule& call) { run(set.keeping->delta_rule, call); }
 void causal_conv(const KernelSet& set, const CausalConv& call) { run(set.keeping->causal_conv, call); }
 void state_space(const KernelSet& set, const StateSpace& call) { run(set.keeping->state_space, call); }
+void norm_rows(const KernelSet& set, const NormRows& call) { run(set.keeping->norm_rows, call); }
 
 }  // namespace
 
@@ -75,6 +78,21 @@ void bind_keeping(nb::module_& m, KernelSetClass& set) {
             check_shares(c.heads, c.groups, "groups");
             check_slots(c.states, c.sequences);
         });
+    bind_struct<NormRows>(
+        m, "NormRows",
+        {field<&NormRows::threads>("threads").at_least(1), field<&NormRows::storage>("storage").within(0, 1),
+         field<&NormRows::weights>("weights").within(0, 2), field<&NormRows::gates_first>("gates_first"),
+         field<&NormRows::rows>("rows"), field<&NormRows::channels>("channels").at_least(1),
+         field<&NormRows::groups>("groups").at_least(1), field<&NormRows::x>("x"),
+         field<&NormRows::x_stride>("x_stride"), field<&NormRows::gate>("gate").or_null(),
+         field<&NormRows::gate_stride>("gate_stride"), field<&NormRows::weight>("weight"),
+         field<&NormRows::epsilon>("epsilon"), field<&NormRows::out>("out")},
+        [](const NormRows& c) {
+            if (c.channels % c.groups)
+                throw std::invalid_argument(std::to_string(c.channels) + " channels are no " + std::to_string(c.groups) +
+                                            " groups of one size");
+        });
+    set.def("norm_rows", &norm_rows);
     set.def("delta_rule", &delta_rule);
     set.def("causal_conv", &causal_conv);
     set.def("state_space", &state_space);

@@ -64,7 +64,36 @@ struct ConvStrip {
         }
     }
 
+    // One token, where a state keeps as many values as there are taps: the oldest leaves.
+    template <int Taps>
+    void step() const {
+        const S *weight = static_cast<const S*>(c.weight) + channel * Taps, *bias = static_cast<const S*>(c.bias);
+        const S* last = x(0);
+        S* held = state();
+        float* sums = window;
+        for (int64_t i = 0; i < channels; ++i) {
+            S* own = held + i * Taps;
+            float sum = number(last[i]) * number(weight[i * Taps + Taps - 1]);
+            for (int k = 0; k + 1 < Taps; ++k) {
+                sum += number(own[k + 1]) * number(weight[i * Taps + k]);
+                own[k] = own[k + 1];
+            }
+            own[Taps - 1] = last[i];
+            sums[i] = sum;
+        }
+        S* out = static_cast<S*>(c.out) + sequence * c.channels + channel;
+        for (int64_t i = 0; i < channels; i += W) {
+            F sum = Simd::load(sums + i);
+            if (bias) sum = Simd::add(sum, get_vector(bias + channel + i, channels - i));
+            put_vector(out + i, c.silu ? silu(sum) : sum, channels - i);
+        }
+    }
+
     void run(bool alone) const {
+        if (c.tokens == 1 && c.kept == c.taps) {
+            if (c.taps == 4) return step<4>();
+            if (c.taps == 3) return step<3>();
+        }
         gather();
         if (c.taps == 4) convolve<4>();
         else if (c.taps == 3) convolve<3>();

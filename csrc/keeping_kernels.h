@@ -72,12 +72,31 @@ struct StateSpace {
     void* out;                          // [sequences, tokens, heads, head_dim]
 };
 
+// What a norm's weights multiply: what was normed and rounded; by 1 more; what was normed.
+enum class NormWeights : int { rounded = 0, plus_one = 1, whole = 2 };
+
+// RMS norms of rows [channels], each of `groups` parts by itself, times `weight` [channels]; with `gate`, rows too, silu of
+// it is a factor of what is normed, or of the result.
+struct NormRows {
+    Storage storage;
+    int threads;
+    NormWeights weights;
+    bool gates_first;
+    int64_t rows, channels, groups;
+    const void* x;
+    int64_t x_stride;
+    const void* gate;  // or null
+    int64_t gate_stride;
+    const void* weight;
+    float epsilon;
+    void* out;  // [rows, channels]
+};
+
 struct KeepingKernels {
     void (*delta_rule)(const DeltaRule&);
     void (*causal_conv)(const CausalConv&);
     void (*state_space)(const StateSpace&);
+    void (*norm_rows)(const NormRows&);
 };
-
-extern const KeepingKernels portable_keeping, avx2_keeping, avx512_bf16_keeping, neon_keeping, neon_bf16_keeping;
 
 }  // namespace saccade

@@ -15,24 +15,39 @@ struct SpaceBlock {
     float own[T][T];  // what the input of token i gives to the output of t, i <= t, beside its dt
 };
 
-// One channel's state over T tokens; outputs of what was there before.
-template <int T>
-SACCADE_INLINE void space_row(const SpaceBlock<T>& block, float* state, int64_t size, const float* inputs, float* out) {
-    F sums[T < 4 ? 4 : T], x[T];
+// The states of R channels over T tokens; `out` [R, T]: what was there gives to the outputs. R T is 4, or 1.
+template <int T, int R>
+SACCADE_INLINE void space_rows(const SpaceBlock<T>& block, float* state, int64_t size, const float* inputs, float* out) {
+    F sums[4], x[R][T];
     for (F& sum : sums) sum = Simd::set1(0.0f);
-    for (int t = 0; t < T; ++t) x[t] = Simd::set1(inputs[t]);
+    for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t) x[r][t] = Simd::set1(inputs[r * T + t]);
     const F decay = Simd::set1(block.whole[T - 1]);
-    int64_t i = 0;
-    const auto take = [&](F s) {
-        for (int t = 0; t < T; ++t) sums[t] = Simd::fma(s, Simd::load(block.c[t] + i), sums[t]);
-        s = Simd::mul(decay, s);
-        for (int t = 0; t < T; ++t) s = Simd::fma(x[t], Simd::load(block.b[t] + i), s);
-        return s;
-    };
-    for (; i + W <= size; i += W) Simd::store(state + i, take(Simd::load(state + i)));
-    if (i < size) put_vector(state + i, take(get_vector(state + i, size - i)), size - i);
-    if constexpr (T == 1) out[0] = Simd::sum(sums[0]);
-    else Simd::sum4(sums, out);
+    const int64_t even = size / W * W;
+    for (int64_t i = 0; i < even; i += W)
+        for (int r = 0; r < R; ++r) {
+            float* at = state + r * size + i;
+            const F s = Simd::load(at);
+            F next = Simd::mul(decay, s);
+            for (int t = 0; t < T; ++t) {
+                sums[r * T + t] = Simd::fma(s, Simd::load(block.c[t] + i), sums[r * T + t]);
+                next = Simd::fma(x[r][t], Simd::load(block.b[t] + i), next);
+            }
+            Simd::store(at, next);
+        }
+    if (even < size)
+        for (int r = 0; r < R; ++r) {
+            float* at = state + r * size + even;
+            const F s = get_vector(at, size - even);
+            F next = Simd::mul(decay, s);
+            for (int t = 0; t < T; ++t) {
+                sums[r * T + t] = Simd::fma(s, Simd::load(block.c[t] + even), sums[r * T + t]);
+                next = Simd::fma(x[r][t], Simd::load(block.b[t] + even), next);
+            }
+            put_vector(at, next, size - even);
+        }
+    if constexpr (R * T == 4) Simd::sum4(sums, out);
+    else out[0] = Simd::sum(sums[0]);
 }
 
 template <class S>
@@ -79,16 +94,24 @@ struct SpaceHead {
         }
         float* state = c.states.of<float>(sequence) + head * width * c.size;
         S* out = static_cast<S*>(c.out) + ((sequence * c.tokens + token) * c.heads + head) * width;
-        for (int64_t p = 0; p < width; ++p) {
-            float inputs[T], before[T < 4 ? 4 : T];
-            for (int t = 0; t < T; ++t) inputs[t] = block.rest[t] * x[t][p];
-            space_row<T>(block, state + p * c.size, c.size, inputs, before);
+        constexpr int R = T == 1 ? 4 : 1;
+        int64_t p = 0;
+        for (; p + R <= width; p += R) channels<T, R>(block, x, state, p, out);
+        for (; p < width; ++p) channels<T, 1>(block, x, state, p, out);
+    }
+
+    template <int T, int R>
+    SACCADE_INLINE void channels(const SpaceBlock<T>& block, float* const* x, float* state, int64_t p, S* out) const {
+        float inputs[R * T], before[R * T];
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < T; ++t) inputs[r * T + t] = block.rest[t] * x[t][p + r];
+        space_rows<T, R>(block, state + p * c.size, c.size, inputs, before);
+        for (int r = 0; r < R; ++r)
             for (int t = 0; t < T; ++t) {
-                float y = block.whole[t] * before[t];
-                for (int i = 0; i <= t; ++i) y += block.own[t][i] * x[i][p];
-                put(out + t * c.heads * width + p, y);
+                float y = block.whole[t] * before[r * T + t];
+                for (int i = 0; i <= t; ++i) y += block.own[t][i] * x[i][p + r];
+                put(out + t * c.heads * c.head_dim + p + r, y);
             }
-        }
     }
 
     void run() const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from saccade.ops import norming
 from saccade.ops.triton import causal_conv, delta_chunks, delta_rule, norms, state_space
 
 _SLOTS = {"pool": "*fp32", "reads": "*i64", "writes": "*i64"}
@@ -46,7 +47,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             ),
         ]
     named = {**dict.fromkeys(("x", "gate", "weight", "out"), "*bf16"), "epsilon": "fp32", "rows": "i32"}
-    for size, gated, first, weights in ((5120, False, False, norms.PLUS_ONE), (128, True, False, norms.ROUNDED)):
+    for size, gated, first, weights in ((5120, False, False, norming.PLUS_ONE), (128, True, False, norming.ROUNDED)):
         width = 1 << (size - 1).bit_length()
         own = {"CHANNELS": size, "SIZE": size, "WIDTH": width, "ROWS": max(1, norms.TILE // width), "GATED": gated}
         found.append((norms._norm, {**own, "FIRST": first, "WEIGHTS": weights, "EARLY": True, "types": named}, four))

@@ -9,7 +9,8 @@ from keeping_helpers import convolution, delta_inputs, delta_rule, state_space
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from saccade.ops import cpu, cpu_keeping
+from saccade.ops import cpu, cpu_keeping, cpu_modules, norming
+from saccade.ops.matrices import DenseMatrix
 from saccade.ops.slots import NewRows, Slots
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the kernels are not built")
@@ -133,6 +134,39 @@ def test_state_spaces(isa, tokens, heads, head_dim, groups, size, dtype):
         )  # fmt: skip
         torch.testing.assert_close(out, theirs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(pool[1][slots.writes], theirs_after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("channels", "groups"), [(128, 1), (60, 3), (5, 1)])
+@pytest.mark.parametrize("gate", ["none", "first", "last"])
+def test_norms(isa, channels, groups, gate, dtype):
+    rng = torch.Generator().manual_seed(channels)
+    x, z = (one[..., 3:] for one in torch.randn(2, 2, 350, channels + 3, generator=rng).to(dtype))
+    weight = torch.randn(channels, generator=rng).to(dtype)
+    values, gates, weights = x.double(), torch.nn.functional.silu(z.double()), weight.double()
+    for kind in (norming.ROUNDED, norming.PLUS_ONE, norming.WHOLE):
+        normed = (values * gates if gate == "first" else values).unflatten(-1, (groups, -1))
+        normed = (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+        expected = normed * (1 + weights if kind == norming.PLUS_ONE else weights)
+        expected = expected * gates if gate == "last" else expected
+        how = norming.Norming(kind, gate == "first", groups)
+        out = cpu_modules.norm(x, weight, 1e-6, how, None if gate == "none" else z)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_few_rows(isa, dtype):
+    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype)
+    for rows in (0, 1, 5, 70):
+        x = torch.randn(rows, 50).to(dtype)[:, 2:]
+        for own in (None, bias):
+            matrix = DenseMatrix(weight, own)
+            expected = x.double() @ weight.double().T + (0 if own is None else own.double())
+            torch.testing.assert_close(cpu_modules.product(x, matrix).double(), expected, **CLOSE[dtype])
+        inner = torch.nn.functional.silu(x.double() @ weight.double().T) * (x.double() @ weight.double().T + bias.double())
+        out = cpu_modules.gated(x, DenseMatrix(weight), DenseMatrix(weight, bias))
+        torch.testing.assert_close(out.double(), inner, atol=8 * CLOSE[dtype]["atol"], rtol=8 * CLOSE[dtype]["rtol"])
 
 
 def test_a_result_does_not_depend_on_the_threads():

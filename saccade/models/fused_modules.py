@@ -1,5 +1,5 @@
-"""transformers' modules on a GPU with our kernels inside: a norm in one launch where torch takes eight, a gate in one,
-products of few rows at the rate at which weights are read.
+"""transformers' modules with our kernels inside, Triton's on a GPU and those of C++ on a CPU: a norm in one pass where
+torch takes eight, a gate in one, products of few rows at the rate at which weights are read.
 
 A module is what it computes: one is taken over where a kernel gives what it gives for random rows (and weights), to
 the rounding of its type. All others stay as they are.
@@ -9,26 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from saccade.ops import cpu_modules, slotted
 from saccade.ops.matrices import DenseMatrix
+from saccade.ops.norming import PLUS_ONE, ROUNDED, WHOLE, Norming
 
 _MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of a gate, what it gates, and back
 _ROWS = 3  # by which a module is judged
 _CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
+class _Kernels(NamedTuple):
+    """Those of a device."""
+
+    norm: Callable[..., Tensor]
+    product: Callable[[Tensor, DenseMatrix], Tensor]
+    gated: Callable[[Tensor, DenseMatrix, DenseMatrix], Tensor]
+    dtypes: tuple[torch.dtype, ...]  # of products
+    most: int | None  # rows of a product; None: of any number
+
+
+def _kernels(device: torch.device) -> _Kernels:
+    if slotted.on_host(device):
+        own = cpu_modules
+        return _Kernels(own.norm, own.product, own.gated, (torch.float32, torch.bfloat16), None)
+    from saccade.ops.triton import norms, products
+
+    return _Kernels(
+        norms.norm, products.product, products.gated, (torch.float16, torch.bfloat16), products.MOST_ROWS
+    )
+
+
 def fuse(model: nn.Module) -> int:
-    """Take over what can be of the modules in ``model``, which lies on a GPU that runs Triton's kernels; returns how
-    many are."""
+    """Take over what can be of the modules in ``model``, which lies on a device of our kernels; returns how many
+    are."""
     taken = 0
+    kernels = _kernels(next(model.parameters()).device)
     with torch.inference_mode():
         for module in model.modules():
             if "forward" not in vars(module):
-                made = _norm(module) or _mlp(module) or _linear(module)
+                made = _norm(module, kernels) or _mlp(module, kernels) or _linear(module, kernels)
                 if made is None:
                     continue
                 module.forward = made
@@ -41,10 +65,8 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.allclose(ours.float(), theirs.float(), rtol=bound, atol=bound / 8)
 
 
-def _norm(module: nn.Module) -> Callable[..., Tensor] | None:
+def _norm(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
     """For an RMS norm of one weight, and a gate if it takes one."""
-    from saccade.ops.triton import norms
-
     own = dict(module.named_parameters())
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if set(own) != {"weight"} or "Norm" not in type(module).__name__ or not isinstance(epsilon, float):
@@ -60,28 +82,23 @@ def _norm(module: nn.Module) -> Callable[..., Tensor] | None:
     except Exception:  # it takes something else
         return None
     for how in _normings(module, len(weight), gated=len(given) > 1):
-        if _same(norms.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
+        if _same(kernels.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
 
-            def forward(x: Tensor, gate: Tensor | None = None, how: Any = how) -> Tensor:
-                return norms.norm(x, module.weight, epsilon, how, gate)  # type: ignore[arg-type]
+            def forward(x: Tensor, gate: Tensor | None = None, how: Norming = how) -> Tensor:
+                return kernels.norm(x, module.weight, epsilon, how, gate)  # type: ignore[arg-type]
 
             return forward
     return None
 
 
-def _normings(module: nn.Module, channels: int, gated: bool) -> Iterator[Any]:
-    from saccade.ops.triton import norms
-
-    kinds = (norms.ROUNDED, norms.PLUS_ONE, norms.WHOLE)
+def _normings(module: nn.Module, channels: int, gated: bool) -> Iterator[Norming]:
     groups = getattr(module, "n_groups", None) or channels // getattr(module, "group_size", channels)
-    for weights, first in product(kinds, (False, True) if gated else (False,)):
-        yield norms.Norming(weights, first, groups)
+    for weights, first in product((ROUNDED, PLUS_ONE, WHOLE), (False, True) if gated else (False,)):
+        yield Norming(weights, first, groups)
 
 
-def _mlp(module: nn.Module) -> Callable[..., Tensor] | None:
+def _mlp(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
     """For a gated MLP of three products."""
-    from saccade.ops.triton import products
-
     for names in _MLPS:
         parts = [getattr(module, name, None) for name in names]
         if not all(type(part) is nn.Linear for part in parts) or len(list(module.parameters())) > 2 * len(parts):
@@ -93,8 +110,8 @@ def _mlp(module: nn.Module) -> Callable[..., Tensor] | None:
 
         def forward(x: Tensor, gate: Any = gate, up: Any = up, down: Any = down) -> Tensor:
             flat = x.flatten(0, -2)
-            inner = products.gated(flat, _matrix(gate), _matrix(up))
-            return products.product(inner, _matrix(down)).view(x.shape)
+            inner = kernels.gated(flat, _matrix(gate), _matrix(up))
+            return kernels.product(inner, _matrix(down)).view(x.shape)
 
         rows = torch.randn(1, _ROWS, gate.in_features, dtype=gate.weight.dtype, device=gate.weight.device)
         try:
@@ -106,17 +123,15 @@ def _mlp(module: nn.Module) -> Callable[..., Tensor] | None:
     return None
 
 
-def _linear(module: nn.Module) -> Callable[..., Tensor] | None:
-    from saccade.ops.triton import products
-
-    if type(module) is not nn.Linear or module.weight.element_size() != 2:
+def _linear(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
+    if type(module) is not nn.Linear or module.weight.dtype not in kernels.dtypes:
         return None
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if not 0 < rows <= products.MOST_ROWS:
+        if not rows or (kernels.most is not None and rows > kernels.most):
             return nn.functional.linear(x, module.weight, module.bias)
-        return products.product(x.reshape(rows, -1), _matrix(module)).view(*x.shape[:-1], -1)
+        return kernels.product(x.reshape(rows, -1), _matrix(module)).view(*x.shape[:-1], -1)
 
     return forward
 

@@ -3,26 +3,15 @@ gate before or behind them, by groups of channels. Rounding is that of the modul
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.norming import Norming
 from saccade.ops.triton.common import begin, launched, pad
 
 TILE = 2048  # values of short rows that one program norms
-ROUNDED, PLUS_ONE, WHOLE = "rounded", "plus_one", "whole"  # what weights multiply: rounded first, by 1 more, as it is
-
-
-class Norming(NamedTuple):
-    """How a module norms: what its weights do (:data:`ROUNDED`, ...), whether a gate's silu comes first or last, and
-    ``groups`` of channels, each of which is normed by itself."""
-
-    weights: str
-    gates_first: bool = False
-    groups: int = 1
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor | None = None) -> Tensor:
