@@ -56,7 +56,11 @@ def conv(tokens: int) -> tuple[Call, Call, Tensor]:
         pool[at].copy_(whole[..., -taps:])
         return qwen.causal_conv1d_fn(whole, weight, None, "silu")[..., -tokens:]
 
-    return lambda at: cpu_keeping.convolve(NewRows(rows, Slots(pool[at], where, where)), weight, None, True), theirs, pool
+    return (
+        lambda at: cpu_keeping.convolve(NewRows(rows, Slots(pool[at], where, where)), weight, None, True),
+        theirs,
+        pool,
+    )
 
 
 def mamba(tokens: int) -> tuple[Call, Call, Tensor]:
@@ -123,7 +127,9 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true")
     asked = parser.parse_args()
     print(cpu.isa())
-    print("| what | threads | tokens | kernel, ms | torch, ms | torch / kernel | copying the states, ms | kernel / copy |")
+    print(
+        "| what | threads | tokens | kernel, ms | torch, ms | torch / kernel | copying the states, ms | kernel / copy |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name in asked.only:
         for threads in asked.threads:

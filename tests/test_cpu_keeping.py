@@ -52,7 +52,8 @@ def split(parts):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 37, 64, 150])
 @pytest.mark.parametrize(
-    ("taps", "kept", "bias", "silu"), [(4, 4, False, True), (3, 3, True, False), (2, 4, True, True), (5, 4, False, True)]
+    ("taps", "kept", "bias", "silu"),
+    [(4, 4, False, True), (3, 3, True, False), (2, 4, True, True), (5, 4, False, True)],
 )
 def test_convolutions(isa, tokens, taps, kept, bias, silu, dtype):
     sequences, channels = 3, 600 if tokens < 3 else 77
@@ -75,7 +76,9 @@ def test_convolutions(isa, tokens, taps, kept, bias, silu, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "alike"), [(1, False), (3, False), (4, False), (63, True), (130, False), (130, True)])
+@pytest.mark.parametrize(
+    ("tokens", "alike"), [(1, False), (3, False), (4, False), (63, True), (130, False), (130, True)]
+)
 @pytest.mark.parametrize(
     ("sequences", "key_heads", "heads", "d_k", "d_v"), [(1, 2, 4, 24, 72), (3, 2, 2, 13, 7), (2, 1, 3, 16, 150)]
 )
@@ -164,7 +167,8 @@ def test_products_of_few_rows(isa, dtype):
             matrix = DenseMatrix(weight, own)
             expected = x.double() @ weight.double().T + (0 if own is None else own.double())
             torch.testing.assert_close(cpu_modules.product(x, matrix).double(), expected, **CLOSE[dtype])
-        inner = torch.nn.functional.silu(x.double() @ weight.double().T) * (x.double() @ weight.double().T + bias.double())
+        made = x.double() @ weight.double().T
+        inner = torch.nn.functional.silu(made) * (made + bias.double())
         out = cpu_modules.gated(x, DenseMatrix(weight), DenseMatrix(weight, bias))
         torch.testing.assert_close(out.double(), inner, atol=8 * CLOSE[dtype]["atol"], rtol=8 * CLOSE[dtype]["rtol"])
 
@@ -191,4 +195,6 @@ def test_slots_that_are_none_and_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="one tensor"):
         cpu_keeping.delta_rule(*inputs, Slots(pool, own, own.clone()))
     with pytest.raises(ValueError, match="7 taps reach behind"):
-        cpu_keeping.convolve(NewRows(torch.zeros(1, 4, 2), Slots(torch.zeros(3, 4, 4), own, own)), torch.zeros(4, 7), None, False)
+        cpu_keeping.convolve(
+            NewRows(torch.zeros(1, 4, 2), Slots(torch.zeros(3, 4, 4), own, own)), torch.zeros(4, 7), None, False
+        )

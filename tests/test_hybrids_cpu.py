@@ -1,5 +1,5 @@
-"""Layers that keep a state on a CPU: every family's reach the C++ kernels, many sequences in one call, over states where
-they lie; nothing of torch's runs in their place."""
+"""Layers that keep a state on a CPU: every family's reach the C++ kernels, many sequences in one call, over states
+where they lie; nothing of torch's runs in their place."""
 
 from __future__ import annotations
 

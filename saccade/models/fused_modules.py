@@ -39,9 +39,7 @@ def _kernels(device: torch.device) -> _Kernels:
         return _Kernels(own.norm, own.product, own.gated, (torch.float32, torch.bfloat16), None)
     from saccade.ops.triton import norms, products
 
-    return _Kernels(
-        norms.norm, products.product, products.gated, (torch.float16, torch.bfloat16), products.MOST_ROWS
-    )
+    return _Kernels(norms.norm, products.product, products.gated, (torch.float16, torch.bfloat16), products.MOST_ROWS)
 
 
 def fuse(model: nn.Module) -> int:
@@ -85,7 +83,7 @@ def _norm(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
         if _same(kernels.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
 
             def forward(x: Tensor, gate: Tensor | None = None, how: Norming = how) -> Tensor:
-                return kernels.norm(x, module.weight, epsilon, how, gate)  # type: ignore[arg-type]
+                return kernels.norm(x, module.weight, epsilon, how, gate)
 
             return forward
     return None

@@ -169,13 +169,9 @@ def _slots(slots: Slots, sequences: int) -> Any:
     pool = slots.pool
     if pool.stride(0) and not pool[0].is_contiguous():
         raise ValueError("the values of a slot must lie one after another")
-    return native.StateSlots(
-        pool=pool.data_ptr(), count=pool.shape[0], stride=pool.stride(0), slots=where.data_ptr()
-    )
+    return native.StateSlots(pool=pool.data_ptr(), count=pool.shape[0], stride=pool.stride(0), slots=where.data_ptr())
 
 
 def _check(slots: Slots, shape: tuple[int, ...]) -> None:
     if slots.pool.shape[1:] != shape or slots.pool.dtype != torch.float32:
-        raise ValueError(
-            f"states must be float32 {list(shape)}, got {slots.pool.dtype} {list(slots.pool.shape[1:])}"
-        )
+        raise ValueError(f"states must be float32 {list(shape)}, got {slots.pool.dtype} {list(slots.pool.shape[1:])}")

@@ -102,9 +102,8 @@ def _space_step(
     """All but ``hidden_states``, ``B`` and ``C`` come the same for each of a head's channels."""
     skip, bias = (None if one is None else one[:, 0] for one in (D, dt_bias))
     if _hosted(state):
-        rows = (one[:, None] for one in (hidden_states, dt[..., 0]))
-        groups = (one[:, None] for one in (B, C))
-        out = cpu_keeping.state_space(*rows, A[:, 0, 0], *groups, skip, bias, state, softplus=dt_softplus)[:, 0]
+        x, times, b, c = (one[:, None] for one in (hidden_states, dt[..., 0], B, C))
+        out = cpu_keeping.state_space(x, times, A[:, 0, 0], b, c, skip, bias, state, softplus=dt_softplus)[:, 0]
     else:
         from saccade.ops.triton.state_space import step
 
