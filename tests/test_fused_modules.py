@@ -33,6 +33,7 @@ def test_norms_and_mlps_give_what_they_gave(family, tmp_path):
                 expected[name] = module(*given[name])
         assert fuse(model) == fuse(model) >= len(norms_of(model))
         assert all("forward" in vars(one) for one in norms_of(model))
+        assert all("forward" in vars(one) for one in model.modules() if type(one).__name__.endswith("Attention"))
         for name, module in model.named_modules():
             if name in given:
                 torch.testing.assert_close(module(*given[name]), expected[name], atol=1e-5, rtol=1e-5)

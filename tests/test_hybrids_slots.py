@@ -15,6 +15,7 @@ from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 from saccade import SamplingParams
 from saccade.kv import sequence_states
 from saccade.kv.states import StatePool
+from saccade.models import fused_modules
 from saccade.ops import slotted
 from saccade.ops.triton import causal_conv
 
@@ -26,7 +27,8 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture
 def in_slots(monkeypatch):
-    monkeypatch.setattr(slotted, "serves", lambda device: True)
+    for where in (slotted, fused_modules):
+        monkeypatch.setattr(where, "serves", lambda device: True)
 
 
 def test_prompts_turns_and_edits(pair, in_slots, monkeypatch):

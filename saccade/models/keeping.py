@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature, unwrap
-from types import FunctionType, MethodType
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from saccade.kv.states import StateFormat, StatePart
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
+from saccade.models.rebuilt import plain_forward, with_functions
 from saccade.ops import slotted
 from saccade.ops.cpu_delta import on_cpu
 from saccade.ops.slots import NewRows, Slots
@@ -235,16 +236,12 @@ _RULES = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
 
 def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
-    forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
+    forward = plain_forward(module)
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
     found = {name: slotted.in_slots(name, on_cpu(one) if name in _RULES else one) for name, one in called.items()}
     if not found:
         return module.forward
-    own = FunctionType(
-        forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(own, module)
+    return with_functions(module, found)
 
 
 def _calls_kernels(module: Any) -> bool:
