@@ -165,6 +165,8 @@ class Bench(endtoend.Bench):
             torch.cuda.synchronize()
         request.sequence.close()
         names = [(row.key, 1e-6 * row.self_device_time_total) for row in seen.key_averages()]
+        for name, one in sorted(names, key=lambda row: -row[1])[:14]:
+            say(f"  {1000 * one:9.2f} ms  {name[:90]}")
         products = sum(one for name, one in names if any(part in name for part in ("nvjet", "gemm", "_product")))
         return products, sum(one for name, one in names if name in ("_prefill", "_attend_groups"))
 
