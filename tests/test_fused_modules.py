@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from covering import quick
 from tiny_models import make_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,10 @@ def norms_of(model):
     return [one for one in model.modules() if "Norm" in type(one).__name__]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1"])
+FAMILIES = ("qwen3_5_text", "granitemoehybrid", "lfm2", "olmo_hybrid", "falcon_h1")
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, lambda one: one in FAMILIES[:2]))
 def test_norms_and_mlps_give_what_they_gave(family, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint(family, tmp_path), dtype=torch.float32).eval()
     rng, given, expected = torch.Generator().manual_seed(3), {}, {}

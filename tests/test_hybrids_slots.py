@@ -9,7 +9,7 @@ import pytest
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, device_of, put_on_device
 from engine_helpers import tokens
-from test_hybrids import FAMILIES, GREEDY, Pair
+from test_hybrids import FAMILIES, GREEDY, Pair, costly
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import SamplingParams
@@ -68,6 +68,7 @@ def test_recorded_steps_of_rows_that_come_and_go(pair, batched):
     assert batched.pool.states.pinned == 0
 
 
+@costly
 def test_snapshots_stay_what_they_were(pair, batched, monkeypatch):
     """Steps that are launched ahead write behind the state they go on from; what is kept of it is not theirs."""
     monkeypatch.setattr(sequence_states, "EVERY", 5)
@@ -107,6 +108,7 @@ def test_a_step_that_fails_has_moved_no_state(pair, batched, monkeypatch, ahead)
     assert (sum(output.report["recomputed_tokens"] for output in outputs) > 0) == ahead
 
 
+@costly
 def test_rows_without_room_for_a_second_state_are_the_hosts(pair, batched, monkeypatch):
     prompts = [random_ids(length, seed=length) for length in (12, 33, 20)]
     real = StatePool.take_spare
@@ -119,6 +121,7 @@ def test_rows_without_room_for_a_second_state_are_the_hosts(pair, batched, monke
     assert batched.pool.states.pinned == 0
 
 
+@costly
 def test_samples_of_one_prompt_go_their_own_ways(pair, batched):
     ids = random_ids(37, seed=2)
     (output,) = batched.generate([ids], SamplingParams(temperature=2, seed=1, n=3, max_tokens=6, logprobs=1))
@@ -127,6 +130,7 @@ def test_samples_of_one_prompt_go_their_own_ways(pair, batched):
     assert len({tuple(one.token_ids) for one in output.outputs}) > 1
 
 
+@costly
 def test_steps_that_are_replayed_and_held_against_the_truth(pair, batched):
     """A dense replay of a step moves a state as the step itself then does, from where it was."""
     ids = random_ids(120, seed=3)
