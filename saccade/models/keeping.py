@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.states import StateFormat, StatePart
+from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
 from saccade.models.rebuilt import plain_forward, with_functions
@@ -173,7 +174,7 @@ class _Pieces(_Pass):
 
     def _index(self, numbers: list[int]) -> Tensor:
         device = next(iter(self.states.parts.values())).device
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+        return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)  # nobody waits for the pass before
 
     def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
         parts = {name: part[layer] for name, part in self.states.parts.items()}
