@@ -34,7 +34,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (
                 state_space._scan,
                 {**_SPACE, "CHUNK": 64, "PRECISION": precision, "types": spaces},
-                {"num_warps": 4, "num_stages": 2 if dtype == "bf16" else 1},
+                {"num_warps": 4, "num_stages": 2},
             ),
             (state_space._step, {**_SPACE, "BIASED": True, "SOFT": True, "EARLY": True, "types": spaces}, four),
             *(

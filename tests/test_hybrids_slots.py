@@ -9,12 +9,13 @@ import pytest
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, device_of, put_on_device
 from engine_helpers import tokens
-from test_hybrids import FAMILIES, GREEDY, Pair
+from test_hybrids import FAMILIES, GREEDY, Pair, costly
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import SamplingParams
 from saccade.kv import sequence_states
 from saccade.kv.states import StatePool
+from saccade.models import fused_modules
 from saccade.ops import slotted
 from saccade.ops.triton import causal_conv
 
@@ -26,7 +27,8 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture
 def in_slots(monkeypatch):
-    monkeypatch.setattr(slotted, "serves", lambda device: True)
+    for where in (slotted, fused_modules):
+        monkeypatch.setattr(where, "serves", lambda device: True)
     monkeypatch.setattr(slotted, "on_host", lambda device: False)
 
 
@@ -67,6 +69,7 @@ def test_recorded_steps_of_rows_that_come_and_go(pair, batched):
     assert batched.pool.states.pinned == 0
 
 
+@costly
 def test_snapshots_stay_what_they_were(pair, batched, monkeypatch):
     """Steps that are launched ahead write behind the state they go on from; what is kept of it is not theirs."""
     monkeypatch.setattr(sequence_states, "EVERY", 5)
@@ -106,6 +109,7 @@ def test_a_step_that_fails_has_moved_no_state(pair, batched, monkeypatch, ahead)
     assert (sum(output.report["recomputed_tokens"] for output in outputs) > 0) == ahead
 
 
+@costly
 def test_rows_without_room_for_a_second_state_are_the_hosts(pair, batched, monkeypatch):
     prompts = [random_ids(length, seed=length) for length in (12, 33, 20)]
     real = StatePool.take_spare
@@ -118,6 +122,7 @@ def test_rows_without_room_for_a_second_state_are_the_hosts(pair, batched, monke
     assert batched.pool.states.pinned == 0
 
 
+@costly
 def test_samples_of_one_prompt_go_their_own_ways(pair, batched):
     ids = random_ids(37, seed=2)
     (output,) = batched.generate([ids], SamplingParams(temperature=2, seed=1, n=3, max_tokens=6, logprobs=1))
@@ -126,6 +131,7 @@ def test_samples_of_one_prompt_go_their_own_ways(pair, batched):
     assert len({tuple(one.token_ids) for one in output.outputs}) > 1
 
 
+@costly
 def test_steps_that_are_replayed_and_held_against_the_truth(pair, batched):
     """A dense replay of a step moves a state as the step itself then does, from where it was."""
     ids = random_ids(120, seed=3)

@@ -165,6 +165,9 @@ class Bench(endtoend.Bench):
             torch.cuda.synchronize()
         request.sequence.close()
         names = [(row.key, 1e-6 * row.self_device_time_total) for row in seen.key_averages()]
+        say(f"  {1000 * sum(one for _, one in names):9.2f} ms  in kernels, of which")
+        for name, one in sorted(names, key=lambda row: -row[1])[:14]:
+            say(f"  {1000 * one:9.2f} ms  {name[:90]}")
         products = sum(one for name, one in names if any(part in name for part in ("nvjet", "gemm", "_product")))
         return products, sum(one for name, one in names if name in ("_prefill", "_attend_groups"))
 

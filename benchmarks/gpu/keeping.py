@@ -147,7 +147,7 @@ def prompts(shape: Shape, tokens: int, sweep: bool) -> None:
     names = "WIDTH", "SYSTEM_WARPS", "SCAN_WARPS", "SCAN_STAGES"
     kept = [getattr(delta_chunks, name) for name in names]
     found = {}
-    for numbers in [(32, 4, 4, 2), (32, 8, 8, 2), *product((16, 32, 64), (8,), (4,), (1, 2, 3))]:
+    for numbers in product((32, 64), (4, 8), (4, 8), (2, 3)):
         for name, number in zip(names, numbers):
             setattr(delta_chunks, name, number)
         try:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saccade.ops import cpu_modules, slotted
+from saccade.models.rebuilt import plain_forward, with_functions
+from saccade.ops import cpu_modules, row_passes, slotted
 from saccade.ops.matrices import DenseMatrix
 from saccade.ops.norming import PLUS_ONE, ROUNDED, WHOLE, Norming
 
 _MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of a gate, what it gates, and back
+_ROTATION = "apply_rotary_pos_emb"
 _ROWS = 3  # by which a module is judged
 _CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -31,15 +33,23 @@ class _Kernels(NamedTuple):
     gated: Callable[[Tensor, DenseMatrix, DenseMatrix], Tensor]
     dtypes: tuple[torch.dtype, ...]  # of products
     most: int | None  # rows of a product; None: of any number
+    rotate: Callable[..., None]
 
 
 def _kernels(device: torch.device) -> _Kernels:
     if slotted.on_host(device):
         own = cpu_modules
-        return _Kernels(own.norm, own.product, own.gated, (torch.float32, torch.bfloat16), None)
-    from saccade.ops.triton import norms, products
+        of_all = torch.float32, torch.bfloat16
+        return _Kernels(own.norm, own.product, own.gated, of_all, None, row_passes.rotate)
+    from saccade.ops.triton import norms, products, rows
 
-    return _Kernels(norms.norm, products.product, products.gated, (torch.float16, torch.bfloat16), products.MOST_ROWS)
+    halves = torch.float16, torch.bfloat16
+    return _Kernels(norms.norm, products.product, products.gated, halves, products.MOST_ROWS, rows.rotate)
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the kernels run on modules that lie on ``device``."""
+    return slotted.serves(device)
 
 
 def fuse(model: nn.Module) -> int:
@@ -50,7 +60,12 @@ def fuse(model: nn.Module) -> int:
     with torch.inference_mode():
         for module in model.modules():
             if "forward" not in vars(module):
-                made = _norm(module, kernels) or _mlp(module, kernels) or _linear(module, kernels)
+                made = (
+                    _norm(module, kernels)
+                    or _mlp(module, kernels)
+                    or _linear(module, kernels)
+                    or _rotating(module, kernels)
+                )
                 if made is None:
                     continue
                 module.forward = made
@@ -132,6 +147,39 @@ def _linear(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | Non
         return kernels.product(x.reshape(rows, -1), _matrix(module)).view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _rotating(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
+    """For a layer's attention that rotates queries and keys which nobody else reads, halves against each other."""
+    forward = plain_forward(module)
+    if _ROTATION not in getattr(forward, "__code__", _rotating.__code__).co_names:
+        return None
+    theirs = forward.__globals__[_ROTATION]
+    weight = next((one for one in module.parameters() if one.dtype in _CLOSE), None)
+    if weight is None:
+        return None
+    q, k = torch.randn(2, 1, 2, _ROWS, 32, dtype=weight.dtype, device=weight.device)
+    cos, sin = torch.randn(2, 1, _ROWS, 32, dtype=weight.dtype, device=weight.device)
+    ours = _rotate(theirs, kernels)
+    try:
+        expected = theirs(q, k, cos, sin)
+    except Exception:  # it takes something else
+        return None
+    if not all(map(_same, ours(q.clone(), k.clone(), cos, sin), expected)):
+        return None
+    return with_functions(module, {_ROTATION: ours})
+
+
+def _rotate(otherwise: Callable[..., tuple[Tensor, Tensor]], kernels: _Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of one sequence's ``q``, ``k`` [1, heads, rows, head_dim], by ``cos``, ``sin`` [1, rows, n], in place."""
+
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if more or named or len(q) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or not q.shape[2]:
+            return otherwise(q, k, cos, sin, *more, **named)
+        kernels.rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+        return q, k
+
+    return call
 
 
 def _matrix(linear: nn.Linear) -> DenseMatrix:

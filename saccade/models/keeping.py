@@ -11,16 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature, unwrap
-from types import FunctionType, MethodType
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.kv.states import StateFormat, StatePart
+from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
+from saccade.models.rebuilt import plain_forward, with_functions
 from saccade.ops import slotted
 from saccade.ops.slots import NewRows, Slots
 
@@ -171,7 +173,7 @@ class _Pieces(_Pass):
 
     def _index(self, numbers: list[int]) -> Tensor:
         device = next(iter(self.states.parts.values())).device
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+        return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)  # nobody waits for the pass before
 
     def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
         parts = {name: part[layer] for name, part in self.states.parts.items()}
@@ -231,16 +233,12 @@ class _Split:
 
 def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
-    forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
+    forward = plain_forward(module)
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
     found = {name: slotted.in_slots(name, one) for name, one in called.items()}
     if not found:
         return module.forward
-    own = FunctionType(
-        forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(own, module)
+    return with_functions(module, found)
 
 
 def _calls_kernels(module: Any) -> bool:

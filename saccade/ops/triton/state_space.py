@@ -53,7 +53,7 @@ def prompt(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | N
         *dt.stride(), *b.stride()[:3], *c.stride()[:3], a.stride(0), 0 if d is None else d.stride(0),
         slots.pool.stride(0), HEADS=heads, GROUP=heads // groups, DIM=head_dim, SIZE=size, PADDED=pad(size),
         WIDTH=width, CHUNK=CHUNK, SKIPS=d is not None, PRECISION=precision(x.dtype), num_warps=4,
-        num_stages=2 if x.element_size() == 2 else 1,
+        num_stages=2 if x.element_size() * pad(size) <= 512 else 1,  # what the shared memory of a Hopper GPU holds
     )  # fmt: skip
     return out
 
