@@ -1,5 +1,5 @@
-"""Layers that keep a state, on a CPU: the C++ kernels for convolutions, the gated delta rule and Mamba-2, over states in
-slots of a pool, which they change where they lie. A call is rows of several sequences, as many of each.
+"""Layers that keep a state, on a CPU: the C++ kernels for convolutions, the gated delta rule and Mamba-2, over states
+in slots of a pool, which they change where they lie. A call is rows of several sequences, as many of each.
 
 Computed in float32, on ``torch.get_num_threads()`` threads; a result does not depend on their number. Rows of other
 types than float32 and bfloat16 are made float32 first.

@@ -1,5 +1,5 @@
-"""What modules of families that are not of Llama's shape are made of, by C++ kernels on a CPU: RMS norms in one pass, and
-products of few rows at the rate at which weights are read. ``ops.triton.norms`` and ``products`` are the same on a GPU."""
+"""What modules of families that are not of Llama's shape are made of, by C++ kernels on a CPU: RMS norms in one pass,
+products of few rows at the rate at which weights are read. On a GPU ``ops.triton.norms`` and ``products`` are that."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What layers that keep a state call, by transformers' names and with its arguments, over states in slots of a pool: our
-kernels, Triton's on a GPU and those of C++ on a CPU, which change the slots themselves. Given anything else they are
-what they stand for.
+"""What layers that keep a state call, by transformers' names and with its arguments, over states in slots of a pool:
+our kernels, Triton's on a GPU and those of C++ on a CPU, which change the slots themselves. Given anything else they
+are what they stand for.
 
 These are transformers' functions too where ``flash-linear-attention`` or ``causal-conv1d`` is installed: those take
 states as tensors, which every step would have to gather and scatter, so they serve only where these kernels do not run.
