@@ -68,7 +68,8 @@ struct DeltaHead {
     template <int T>
     void block(int64_t token) const {
         const int64_t d_k = c.d_k, whole = whole_vectors(d_k), key_head = head / (c.value_heads / c.key_heads);
-        Carver carver(static_cast<char*>(thread_scratch((4 * T * whole + d_k * W) * sizeof(float) + 256)));
+        Carver carver(static_cast<char*>(
+            thread_scratch((4 * T * whole + d_k * W) * sizeof(float) + 64 * (2 * T + 2))));
         float* rows = carver.take<float>(2 * T * d_k);
         float* strip = carver.take<float>(d_k * W);
         float *k[T], *q[T], g[T];
