@@ -21,7 +21,7 @@ from saccade.server.reader import Delta, Joined, Reader
 from saccade.server.serving import Serving
 from saccade.server.tool_choice import tool_choice
 from saccade.server.tool_formats import FORMATS, UNKNOWN
-from saccade.server.tool_formats.harmony import Harmony, HarmonyReader, text_grammar
+from saccade.server.tool_formats.harmony import Harmony, HarmonyReader, channel_grammar
 from saccade.server.tool_formats.parts import Arguments, Begun, Part
 from saccade.server.usage import costs
 
@@ -105,11 +105,16 @@ class Chat(Choices):
         self.calls = bool(self.tools.tools) and (grammar is None or grammar[1] != "response_format")
         self.exact, self.begins = grammar is not None, "answer"
         wrap: Callable[[str], str] | None = None
+        format, end = self.thinks, serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         if self.channels:
-            if grammar is not None and not self.tools.forced and not body.continue_final_message:
-                wrap = partial(text_grammar, words=serving.words)
-        elif self.thinks is not None:
-            format, end = self.thinks, serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+            thinks = reasoning.FORMATS[reasoning.HARMONY]
+            self.begins = reasoning.beginning(thinks, end, variables, self.exact)
+            if body.continue_final_message:
+                self.begins = "answer"
+            elif grammar is not None:
+                opened = self.begins == "thoughts"
+                wrap = partial(channel_grammar, words=serving.words, opened=opened, calls=self.tools.forced)
+        elif format is not None:
             self.begins = reasoning.beginning(format, end, variables, self.exact)
             if body.continue_final_message:  # what it goes on from was begun by the client
                 inside = self.last.rfind(format.begin) > self.last.rfind(format.end)

@@ -49,18 +49,14 @@ class Harmony(ToolFormat):
 
     def grammar(self, functions: Sequence[JSON], most: int | None, words: Words) -> str:
         frame = Frame(f" to={FUNCTIONS}{{name}}<|channel|>commentary json<|message|>", marks=MARKS)
-        return behind_thoughts(forced(functions, 1, frame, words), words, "")
+        return forced(functions, 1, frame, words)
 
 
-def behind_thoughts(source: str, words: Words, before: str) -> str:
-    """``source``, a grammar, behind ``before`` and, where the model wants some, thoughts."""
-    begin, end = words(THINKS, MARKS), words(NEXT, MARKS)
-    return after_thoughts(source, words(before, MARKS), begin, end, False, words.token("<|end|>") is not None)
-
-
-def text_grammar(source: str, words: Words) -> str:
-    """``source``, a grammar of an answer's text, in the channel of texts."""
-    return behind_thoughts(source, words, SAYS)
+def channel_grammar(source: str, words: Words, opened: bool, calls: bool) -> str:
+    """``source``, a grammar of ``calls`` or of an answer's text, in its channel, behind thoughts, which the prompt has
+    ``opened`` or the model may begin."""
+    before, begin, end = words("" if calls else SAYS, MARKS), words(THINKS, MARKS), words(NEXT, MARKS)
+    return after_thoughts(source, before, begin, end, opened, words.token("<|end|>") is not None)
 
 
 class HarmonyReader:
