@@ -21,7 +21,7 @@ from saccade.server.reader import Delta, Joined, Reader
 from saccade.server.serving import Serving
 from saccade.server.tool_choice import tool_choice
 from saccade.server.tool_formats import FORMATS, UNKNOWN
-from saccade.server.tool_formats.harmony import Harmony, HarmonyReader, channel_grammar
+from saccade.server.tool_formats.harmony import Harmony, HarmonyReader, channel_grammar, next_message
 from saccade.server.tool_formats.parts import Arguments, Begun, Part
 from saccade.server.usage import costs
 
@@ -105,12 +105,15 @@ class Chat(Choices):
         self.calls = bool(self.tools.tools) and (grammar is None or grammar[1] != "response_format")
         self.exact, self.begins = grammar is not None, "answer"
         wrap: Callable[[str], str] | None = None
-        format, end = self.thinks, serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        format, end = self.thinks, ""
+        if self.channels or format is not None:
+            end = serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         if self.channels:
             thinks = reasoning.FORMATS[reasoning.HARMONY]
             self.begins = reasoning.beginning(thinks, end, variables, self.exact)
             if body.continue_final_message:
                 self.begins = "answer"
+                wrap = partial(next_message, words=serving.words) if self.tools.forced else None
             elif grammar is not None:
                 opened = self.begins == "thoughts"
                 wrap = partial(channel_grammar, words=serving.words, opened=opened, calls=self.tools.forced)
@@ -131,10 +134,10 @@ class Chat(Choices):
     def _reader(self) -> Reader:
         single = self.body.parallel_tool_calls is False
         if self.channels:
-            opened = "final" if self.body.continue_final_message else None
-            return Reader(
-                HarmonyReader(opened, self.calls and self.format is not None, self.thinks is not None), single
-            )
+            opened = "analysis" if self.begins == "thoughts" else None
+            opened = "final" if self.body.continue_final_message else opened
+            calls = self.calls and self.format is not None
+            return Reader(HarmonyReader(opened, calls, self.thinks is not None), single)
         thoughts = None
         if self.thinks is not None and self.begins != "answer":
             thoughts = reasoning.ReasoningReader(self.thinks, self.begins == "thoughts", self.exact)

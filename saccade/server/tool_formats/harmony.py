@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from saccade.server.grammar_parts import after_thoughts
+from saccade.server.grammar_parts import after_thoughts, joined, named
 from saccade.server.tool_formats.base import ToolFormat
 from saccade.server.tool_formats.forcing import Frame, forced
 from saccade.server.tool_formats.json_formats import NAME
@@ -57,6 +57,11 @@ def channel_grammar(source: str, words: Words, opened: bool, calls: bool) -> str
     ``opened`` or the model may begin."""
     before, begin, end = words("" if calls else SAYS, MARKS), words(THINKS, MARKS), words(NEXT, MARKS)
     return after_thoughts(source, before, begin, end, opened, words.token("<|end|>") is not None)
+
+
+def next_message(source: str, words: Words) -> str:
+    """``source``, a grammar of calls, behind the end of a message that the prompt has left open."""
+    return joined(f"start: {words(NEXT, MARKS)} @answer\n", named(source, "answer"))
 
 
 class HarmonyReader:
