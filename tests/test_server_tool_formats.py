@@ -303,7 +303,7 @@ def test_harmony_is_read_by_its_channels(text, thoughts, parts):
 def test_harmony_without_thoughts_or_calls_is_text():
     text = f"{THINKS}hm{NEXT}{CALLED}{{}}"
     assert harmony(text, thinks=False) == ("", ["hm", ("f", "{}")])
-    assert harmony(text, calls=False) == ("hm", [f"{CALLED}{{}}"])
+    assert harmony(text, calls=False) == ("hm", [f"<|start|>assistant{CALLED}{{}}"])
     assert harmony(f"go on{NEXT}{FINAL}x", opened="final") == ("", ["go onx"])
     assert harmony(f"hm{NEXT}{FINAL}x", opened="analysis") == ("hm", ["x"])
 
@@ -367,7 +367,7 @@ def test_a_forced_answer_of_a_random_model_is_calls(name, tokens):
     for number in range(8):
         most = None if number % 2 else 1
         source = format.grammar(functions, most, words)
-        if name == "harmony" and number > 3:
+        if name == "harmony" and number > 3 and tokens == "marks":  # text would have to end thoughts letter by letter
             source = channel_grammar(source, words, opened=False, calls=True)
         answer = walk(Grammar(source, "calls", compiler), compiler, end, draw)
         if tokens == "marks":

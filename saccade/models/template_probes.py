@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from saccade.models.templates import render
 
 Message = Mapping[str, Any]
@@ -66,8 +68,19 @@ def _as_text(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def through_template(hf: Any, conversation: list[Any], **variables: Any) -> str:
+    """The text of a conversation. transformers leaves out contents that are null, which some templates ask for: where
+    there is one, its own way is gone past."""
+    if all(one.get("content") is not None for one in conversation):
+        return str(hf.apply_chat_template(conversation, tokenize=False, **variables))
+    variables = {**hf.special_tokens_map, **variables}
+    template = hf.get_chat_template(None, variables.get("tools"))
+    texts, _ = render_jinja_template([conversation], chat_template=template, **variables)
+    return str(texts[0])
+
+
 def _rendered(hf: Any, conversation: list[Any]) -> str:
     try:
-        return render(lambda: hf.apply_chat_template(conversation, tokenize=False), hf.chat_template)
+        return render(lambda: through_template(hf, conversation), hf.chat_template)
     except Exception:  # whoever renders the conversation itself says so
         return ""

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from saccade.errors import ModelError, RequestError, half_pair, shown
 from saccade.models.checkpoint import first_line
 from saccade.models.control_tokens import Change, ControlTokens
-from saccade.models.template_probes import CallForm, as_part, call_form, reads_parts, with_calls
+from saccade.models.template_probes import CallForm, as_part, call_form, reads_parts, through_template, with_calls
 from saccade.models.templates import render
 from saccade.models.token_texts import TokenBytes
 
@@ -162,9 +162,9 @@ class Tokenizer:
         def rendered(change: Change) -> str:
             said, variables = change(conversation), change(dict(extra))
             return render(
-                lambda: hf.apply_chat_template(
+                lambda: through_template(
+                    hf,
                     [dict(one) for one in said],  # transformers marks the last one where an answer goes on with it
-                    tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
                 ),

@@ -14,7 +14,9 @@ from saccade.server.tool_formats.parts import JSON
 from saccade.server.tool_formats.schema_values import kinds_of, properties_of, target_of
 from saccade.server.tool_formats.words import Words
 
-_ROOT = "saccade:parameters"  # how schemas of single arguments refer to all parameters
+_PLACE = "#/$defs/parameters"  # where all parameters lie in the schema of a single one
+_VALUES = {"const", "enum", "default", "examples"}  # what is no schema, whatever it looks like
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _REFERENCES = 64  # of a schema to the next one
 
 
@@ -164,15 +166,29 @@ def _text_rule(rule: str, members: Members, frame: Frame, words: Words, schema: 
 
 def _single(key: str, schema: JSON) -> JSON:
     """The schema of one argument, in which references mean what they mean among all parameters."""
-    old = "draft-04" in str(schema.get("$schema", ""))
-    name = schema.get("id" if old else "$id")
-    place = name if isinstance(name, str) and name else _ROOT
-    pointer = "#/properties/" + key.replace("~", "~0").replace("/", "~1")
+    pointer = "/properties/" + key.replace("~", "~0").replace("/", "~1")
     if not isinstance(schema.get("properties"), dict):
-        pointer = str(schema["$ref"]) + pointer[1:]
-    whole = {**schema, ("id" if old else "$id"): place}
-    draft = {"$schema": schema["$schema"]} if "$schema" in schema else {}
-    return {**draft, "$ref": place.split("#")[0] + pointer, "definitions" if old else "$defs": {"parameters": whole}}
+        pointer = str(schema["$ref"]).removeprefix("#") + pointer
+    head = {name: schema[name] for name in ("$schema", "$id", "id") if isinstance(schema.get(name), str)}
+    inner = {name: value for name, value in schema.items() if name not in head}
+    return {**head, "$ref": f"{_PLACE}{pointer}", "$defs": {"parameters": _moved(inner)}}
+
+
+def _moved(given: Any, names: bool = False) -> Any:
+    """A schema whose references to its own root follow it to ``_PLACE``. ``names``: a map of schemas by name."""
+    if isinstance(given, list):
+        return [_moved(one) for one in given]
+    if not isinstance(given, dict) or (not names and isinstance(given.get("$id"), str)):  # another root
+        return given
+    made = {}
+    for key, value in given.items():
+        if not names and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            made[key] = _PLACE + value[1:]
+        elif not names and key in _VALUES:
+            made[key] = value
+        else:
+            made[key] = _moved(value, not names and key in _MAPS)
+    return made
 
 
 def _resolved(one: Any, schema: JSON) -> JSON:

@@ -75,7 +75,7 @@ class Granite(JsonFormat):
         return "<|tool_call|>" in template and "<|/tool_call|>" not in template
 
     def calls(self, source: Source, out: Out, tools: list[JSON], begin: str) -> Reading[None]:
-        yield from json_calls(source, out)
+        yield from json_calls(source, out, one=True)
 
 
 class Mistral(JsonFormat):
@@ -92,7 +92,7 @@ class Mistral(JsonFormat):
     def calls(self, source: Source, out: Out, tools: list[JSON], begin: str) -> Reading[None]:
         yield from source.space()
         if (yield from source.first()) in ("[", "{"):
-            yield from json_calls(source, out)
+            yield from json_calls(source, out, one=True)
             return
         name = (yield from source.upto("[", "{")).strip()
         if not NAME.fullmatch(name):

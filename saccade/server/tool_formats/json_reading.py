@@ -191,10 +191,12 @@ def _object(text: str) -> str:
     return str(inner)
 
 
-def json_calls(source: Source, out: Out, names: Collection[str] | None = None, listed: bool = False) -> Reading[None]:
+def json_calls(
+    source: Source, out: Out, names: Collection[str] | None = None, listed: bool = False, one: bool = False
+) -> Reading[None]:
     """Calls one after the other or in a list, commas or semicolons between them, up to something else, which is not
-    taken, or the end of the answer. ``listed``: a list has begun. The last call is not ended: what comes behind it is
-    the caller's to judge."""
+    taken, or the end of the answer. ``listed``: a list has begun; ``one``: nothing behind a list is looked at. The last
+    call is not ended: what comes behind it is the caller's to judge."""
     yield from source.space()
     while True:
         if not listed and (yield from source.skip("[")):
@@ -212,6 +214,8 @@ def json_calls(source: Source, out: Out, names: Collection[str] | None = None, l
                     raise Malformed
                 out.end()
                 continue
+            if one:
+                return
             listed = False
             yield from source.space()
         while (yield from source.skip(",", ";")):

@@ -116,6 +116,8 @@ class Glm45(ToolFormat):
         while True:
             yield from source.space()
             if (yield from source.skip("<arg_key>")) is None:
+                if not source.rest.startswith("</"):  # other arguments may have been to come
+                    raise Malformed
                 out.more("}")
                 yield from source.close("</tool_call>")
                 return

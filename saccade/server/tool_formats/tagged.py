@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from saccade.server.tool_formats.parts import JSON
 from saccade.server.tool_formats.reading import Out
 from saccade.server.tool_formats.schema_values import is_text, json_of, quoted
-from saccade.server.tool_formats.source import LONGEST_NAME, Reading, Source, overlap
+from saccade.server.tool_formats.source import LONGEST_NAME, Malformed, Reading, Source, overlap
 
 # What must follow a closing tag, white space aside: for each way one tag after the other, the alternatives of each.
 Follows = Sequence[Sequence[Sequence[str]]]
@@ -34,6 +34,8 @@ def tagged_value(
     at = 0
     while True:
         found = source.rest.find(close, at)
+        if found < 0 and source.final:
+            raise Malformed
         if found < 0:
             ready = len(source.rest) - overlap(source.rest, close)
             if lines and source.rest[:ready].endswith("\n"):
