@@ -115,7 +115,7 @@ class EngineConfig:
     generation_config: str | Path = "auto"
     revision: str | None = None
     grammar_seconds: float = 30.0
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     session_dir: str | Path | None = None
     session_shared: bool = False
     audit: float = 0.0
