@@ -105,7 +105,8 @@ SAID = [
     '<|python_tag|>f.call(a="b")',
     "[f(a='b'), f()]",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    '<|channel|>analysis<|message|>x<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
+    "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
+    ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
     "<think>x</think>" + _OBJECT,
 ]
 _F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -287,10 +288,10 @@ def check(data: bytes, answer: bytes) -> int:
 def fuzz(address: tuple[str, int], count: int, seed: int, change: Any = None) -> Counter[int]:
     """Send ``count`` requests; a good one after each thousand must be answered. Statuses and how often they came.
     ``change``: called before every twentieth."""
-    rng, statuses = random.Random(seed), Counter[int]()
+    rng, other, statuses = random.Random(seed), random.Random(seed), Counter[int]()
     for number in range(1, count + 1):
         if change is not None and number % 20 == 1:
-            change(rng)
+            change(other)
         data = request(rng)
         statuses[check(data, send(address, data, rng))] += 1
         if number % 1000 == 0 or number == count:
