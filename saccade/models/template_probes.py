@@ -42,7 +42,10 @@ def call_form(hf: Any) -> CallForm:
     for form in (CallForm(), CallForm(bare=True), CallForm(True, True), CallForm(text=True)):
         function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
         call = {"id": "call00000", "type": "function", "function": function}  # Mistral's wants nine letters and digits
-        asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        asked: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         text = _rendered(hf, [with_calls(one, form) for one in asked])
         if all(one in text for one in (_NAME, _KEY, _VALUE)):
             return form
@@ -75,8 +78,8 @@ def through_template(hf: Any, conversation: list[Any], **variables: Any) -> str:
         return str(hf.apply_chat_template(conversation, tokenize=False, **variables))
     variables = {**hf.special_tokens_map, **variables}
     template = hf.get_chat_template(None, variables.get("tools"))
-    texts, _ = render_jinja_template([conversation], chat_template=template, **variables)
-    return str(texts[0])
+    rendered: Any = render_jinja_template([conversation], chat_template=template, **variables)
+    return str(rendered[0][0])
 
 
 def _rendered(hf: Any, conversation: list[Any]) -> str:
