@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from saccade.models.tokenizer import Tokenizer as OurTokenizer
+from saccade.server import reasoning
 from saccade.server.matchers import Compiler, Grammar
 from saccade.server.messages import conversation
 from saccade.server.reader import Reader
@@ -411,6 +412,22 @@ def test_what_a_template_writes_may_be_forced(name):
         matcher = grammar.begin()
         for at, token in enumerate([*tokens, end]):
             assert matcher.allowed(tokens[:at])[token], (hf.decode(tokens[:at]), hf.decode([token]))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "seed_oss"])
+def test_thoughts_before_a_grammar_end_with_their_token(name, special):
+    """As models write it that have one: to llguidance it is no text, whether it is called special or not."""
+    format = reasoning.FORMATS[name]
+    hf = byte_level(marks=format.marks, special=format.marks if special else ())
+    begin, end, stop = (hf.convert_tokens_to_ids(text) for text in (*format.marks, "</s>"))
+    letters = hf.encode("hm", add_special_tokens=False)
+    for opened in (True, False):
+        source = format.before('start: "ok"', Words(hf), opened, calls=False)
+        matcher = Grammar(source, "answer", Compiler(hf, len(hf), [stop])).begin()
+        answer = [*([] if opened else [begin]), *letters, end, *hf.encode("ok", add_special_tokens=False), stop]
+        for at, token in enumerate(answer):
+            assert matcher.allowed(answer[:at])[token], at
 
 
 def test_marks_that_are_special_tokens_are_shown():
