@@ -66,13 +66,15 @@ def serve(
     tool_parser: Annotated[
         str,
         typer.Option(
-            help="How the model writes calls of tools: hermes, qwen3_coder, llama3_json, none, or as its template does."
+            help="How the model writes calls of tools: hermes, mistral, another format (docs/server.md), none, or as "
+            "its template does."
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
         typer.Option(
-            help="How the model marks its thoughts: qwen3, deepseek_r1, granite, none, or as its template does."
+            help="How the model marks its thoughts: qwen3, deepseek_r1, granite, mistral, seed_oss, harmony, none, or "
+            "as its template does."
         ),
     ] = "auto",
     allow_control_tokens: Annotated[
@@ -127,7 +129,7 @@ def serve(
     curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'
     """
     from saccade.machine import parse_bytes
-    from saccade.server import reasoning, tools
+    from saccade.server import reasoning, tool_formats
     from saccade.server.engine_client import EngineProcess
     from saccade.server.engines import EngineFace, LocalEngine
     from saccade.server.keys import KeyRing
@@ -135,8 +137,7 @@ def serve(
     from saccade.server.logs import log_to_stderr
     from saccade.server.policies import PolicyRules
     from saccade.server.run import serve as run
-    from saccade.server.settings import ServerConfig
-    from saccade.server.template_formats import AUTO, NONE
+    from saccade.server.settings import AUTO, NONE, ServerConfig
 
     if new_key is not None:
         secret, table = make_key(new_key)
@@ -146,7 +147,7 @@ def serve(
     if log_level not in ("debug", "info", "warning", "error"):
         raise SaccadeError(f"log_level={shown(log_level)} must be debug, info, warning or error")
     for name, value, known in (
-        ("tool_parser", tool_parser, tools.FORMATS),
+        ("tool_parser", tool_parser, tool_formats.FORMATS),
         ("reasoning_parser", reasoning_parser, reasoning.FORMATS),
     ):
         if value not in (AUTO, NONE, *known):

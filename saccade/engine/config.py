@@ -74,7 +74,8 @@ class EngineConfig:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
     ``grammar_seconds``: most seconds that following one answer's grammar may take (engine/masks.py).
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
-    their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
+    their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room
+    (``LLM.reset_prefix_cache`` gives it up). As in vLLM this is the default.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
     ``kv_disk``. ``session_shared``: several processes have that folder at once, each with so many bytes of it
@@ -115,7 +116,7 @@ class EngineConfig:
     generation_config: str | Path = "auto"
     revision: str | None = None
     grammar_seconds: float = 30.0
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     session_dir: str | Path | None = None
     session_shared: bool = False
     audit: float = 0.0

@@ -14,6 +14,7 @@ from saccade.engine.messages import RequestOutcome
 from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
 from saccade.models.letters import most_letters
+from saccade.server import reasoning, tool_formats
 from saccade.server.admission import Admission, Caller
 from saccade.server.anthropic_system import SystemHeads
 from saccade.server.bodies import Room
@@ -26,8 +27,8 @@ from saccade.server.messages import conversation
 from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
-from saccade.server.settings import ServerConfig
-from saccade.server.template_formats import chosen, reasoning_parser_of, tool_parser_of
+from saccade.server.settings import ServerConfig, chosen
+from saccade.server.tool_formats.words import Words
 from saccade.server.tracing import Tracing
 from saccade.server.weight import weight
 
@@ -67,14 +68,16 @@ class Serving:
 
     def __init__(self, engine: EngineFace, config: ServerConfig) -> None:
         template = str(getattr(engine.tokenizer.hf, "chat_template", None) or "")
+        format = tool_formats.format_of(template)
         config = replace(
             config,
-            tool_parser=chosen(config.tool_parser, tool_parser_of(template)),
-            reasoning_parser=chosen(config.reasoning_parser, reasoning_parser_of(template)),
+            tool_parser=chosen(config.tool_parser, None if format is None else format.name),
+            reasoning_parser=chosen(config.reasoning_parser, reasoning.format_of(template)),
         )
         self.engine, self.config = engine, config
         about = self.about = engine.about
         self.tokenizer = engine.tokenizer
+        self.words = Words(engine.tokenizer.hf)
         self.names = config.names or (about.name,)
         self.created = int(time.time())
         self.defaults = about.defaults
