@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def chat(
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", "-f", help="A document to talk about: text, PDF, Word, EPUB, HTML, a sheet or slides."),
+        typer.Option("--prompt-file", "-f", help="Document to talk about, in any format that it is likely to have."),
     ] = None,
     policy: Annotated[str | None, POLICY] = None,
     first: Annotated[int | None, FIRST] = None,
