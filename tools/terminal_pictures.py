@@ -23,6 +23,7 @@ from rich.text import Text
 
 COLUMNS, LINES = 100, 16
 TICK = 0.2
+_FONTS = re.compile(r"@font-face \{.*?\}|<!--.*?-->", re.DOTALL)  # which would be fetched
 READ = re.compile(r"([\d,]+) of ([\d,]+) tokens(?: \((\d+)%)?(?:, ([\d:]+) left)?")
 
 
@@ -74,14 +75,15 @@ class Terminal:
             line, row = Text(), self.screen.buffer[number]
             for column in range(COLUMNS):
                 cell = row[column]
-                colour = {"default": "", "brown": "yellow"}.get(
-                    cell.fg, cell.fg if cell.fg.isalpha() else f"#{cell.fg}"
-                )
-                line.append(cell.data, f"{'bold ' if cell.bold else ''}{colour}".strip())
+                named = {"default": "", "brown": "yellow"}.get(cell.fg, cell.fg)
+                style = named if named.isalpha() or not named else f"#{named}"
+                line.append(cell.data, f"{'bold ' if cell.bold else ''}{style}".strip())
             line.rstrip()
             console.print(line)
+        drawn = _FONTS.sub("", console.export_svg(title=title))
+        drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
         path.write_text(
-            console.export_svg(title=title).replace("<svg", f'<svg aria-label="{title}"', 1), encoding="utf-8"
+            "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip()) + "\n", encoding="utf-8"
         )
 
     def foretold(self) -> None:

@@ -85,10 +85,10 @@ class Wanted(NamedTuple):
 
 @contextmanager
 def collecting(found: Callable[[bytes], None]) -> Iterator[None]:
-    """Within the block kernels of Triton are not launched, on any thread, and each that was not compiled before goes to
-    ``found`` once, pickled for :func:`compile_wanted`. What they would have written is zeros where torch makes empty
-    tensors, so that indices among it are in range. Results mean nothing: a process that does so is good for nothing
-    else."""
+    """Within the block kernels of Triton that this process has not launched before are not launched, on any thread;
+    each goes to ``found`` once, pickled for :func:`compile_wanted`. What they would have written is zeros where torch
+    makes empty tensors, so that indices among it are in range. Results mean nothing: a process that does so is good for
+    nothing else."""
     from triton.runtime.jit import JITFunction
 
     seen: set[Any] = set()

@@ -53,7 +53,7 @@ def _read(name: str, data: str) -> bytes:
     try:
         done = subprocess.run([*PROGRAM, name], input=content, stdout=subprocess.PIPE, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise bad_request(f"{name} takes more than {SECONDS:.0f} s to read; give its text", "data") from None
+        raise bad_request(f"{name} takes more than {SECONDS:g} s to read; give its text", "data") from None
     if done.returncode == 0:
         return done.stdout
     if done.returncode == 2 and done.stdout:

@@ -69,10 +69,13 @@ class KernelsAhead:
                 if kind == "kernel":
                     self._kernels.append(self._pool.submit(_compile, data))
                 else:
-                    self.trouble = data
-            self.trouble = f"the dry run took more than {SECONDS:.0f} s"
+                    self._add(data)
+            self._add(f"the dry run took more than {SECONDS:g} s")
         self._dry.kill()
         self._dry.join()
+
+    def _add(self, trouble: str) -> None:
+        self.trouble = trouble if self.trouble is None else f"{self.trouble}; {trouble}"
 
     def settle(self) -> dict[str, Any]:
         """Until all are compiled: how many, by how many processes, and in how long."""
@@ -80,9 +83,9 @@ class KernelsAhead:
         failed = [one for one in done if one.exception() is not None]
         self._pool.shutdown(wait=False, cancel_futures=True)
         if failed:
-            self.trouble = f"{len(failed)} kernels were not compiled: {failed[0].exception()}"
+            self._add(f"{len(failed)} kernels were not compiled: {failed[0].exception()}")
         if late:
-            self.trouble = f"{len(late)} kernels took more than {COMPILING:.0f} s"
+            self._add(f"{len(late)} kernels took more than {COMPILING:g} s")
         seconds = [one.result()[1] for one in done if one not in failed]
         return {
             "kernels": len(seconds),
