@@ -94,7 +94,8 @@ ANTHROPIC: dict[str, list[Any]] = {
     "chat_template_kwargs": [{"a": HALF}, {"tokenize": True}, {"continue_final_message": True}],
 }
 KEYS = {"one": "sk-fuzz-0123456789abcdef", "two": "sk-fuzz-fedcba9876543210"}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/v1/documents"]
+PATHS += ["/tokenize", "/detokenize"]
 PATHS += ["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
@@ -104,6 +105,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/selection_maps": {"prompt": "x", "max_tokens": 1},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/documents": {"name": "a.html", "data": "PGh0bWw+PHA+eA=="},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }

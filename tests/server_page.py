@@ -3,8 +3,8 @@
 It talks about a document, stops answers and has them go on, comes back to what the browser kept, has hostile Markdown
 shown, asks a document under two policies, looks at heat-maps and selection maps, with mouse and with keys alone, light
 and dark, wide and narrow. It fails on a word in the console, on something wider than the window, on a violation that
-axe finds, or where the page does not show what it should. Pictures go to the folder that is named, those of the chat
-with the model that $MODEL names, a folder that `saccade fetch` brought say.
+axe finds, or where the page does not show what it should. Where a folder for pictures is named they are taken instead,
+of a chat with the model that $MODEL names, one that `saccade fetch` brought say.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ HOSTILE = r"""<script>window.got = 1</script><img src=x onerror="window.got = 2"
    - two <https://127.0.0.1/y> `x < y`
 """
 MARKED = "document.getElementById('log').append(markdown(%s))"
+HARBOUR = """<!doctype html><title>The harbour</title><h1>The harbour</h1><p>The harbour opens at nine in the morning,
+on Sundays at eleven. Boats of more than twelve metres lie at the north pier.<ul><li>The café is open all day.<li>Dogs are
+welcome.</ul><table><tr><th>Boat</th><th>A night</th></tr><tr><td>up to 8 m</td><td>12 euros</td></tr></table>"""
 SHOTS = {("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)}
 
 
@@ -100,7 +103,7 @@ def check(page: Any, axe: str) -> None:
     assert violations == [], violations
 
 
-def visit(browser: Any, url: str, axe: str, scheme: str, width: int, pictures: Path | None) -> None:
+def visit(browser: Any, url: str, axe: str, scheme: str, width: int) -> None:
     """One visitor."""
     context = browser.new_context(
         color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=False, reduced_motion="reduce"
@@ -154,9 +157,6 @@ def visit(browser: Any, url: str, axe: str, scheme: str, width: int, pictures: P
     for name in ("#running", "#speed", "#pool", "#hits", "#density"):
         assert re.match(r"\d", page.inner_text(name)), name
     assert said == [], said
-    if pictures is not None and (scheme, width) in SHOTS:
-        page.evaluate("scrollTo(0, 0)")
-        shoot(page, pictures / f"page-{scheme}-{'desktop' if width > 600 else 'phone'}.webp")
     context.close()
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
     page = context.new_page()  # axe needs a script that the page's policy forbids
@@ -260,16 +260,36 @@ def hostile(page: Any) -> None:
     assert page.evaluate("window.got") is None
 
 
+def portray(browser: Any, url: str, scheme: str, width: int, pictures: Path) -> None:
+    """A picture of a chat with a real model, as the page opens."""
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900 if width > 600 else 1100})
+    page.goto(url)
+    page.click(".settings summary")
+    page.fill("#heatness", "0")
+    page.fill("#limit", "160")
+    page.click(".settings summary")
+    file = {"name": "harbour.html", "mimeType": "text/html", "buffer": HARBOUR.encode()}
+    page.set_input_files("#papers", files=[file])
+    wait(page, "document.getElementById('attached').textContent.includes('tokens')")
+    for question in ("When does the harbour open?", "Write a Python function that adds two numbers, in a code block."):
+        page.fill("#message", question)
+        page.press("#message", "Enter")
+        wait(page, "document.getElementById('chatsaid').textContent.startsWith('The answer')")
+    page.evaluate("document.activeElement.blur()")
+    page.wait_for_timeout(300)
+    shoot(page, pictures / f"page-{scheme}-{'desktop' if width > 600 else 'phone'}.png")
+    page.close()
+
+
 def shoot(page: Any, path: Path) -> None:
-    """A picture of the whole page, small."""
+    """A picture of what the window shows, small."""
     from io import BytesIO
 
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = Image.open(BytesIO(page.screenshot(full_page=True)))
-    picture.thumbnail((900, 10000))
-    picture.save(path, "WEBP", quality=60, method=6)
+    picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(48)
+    picture.save(path, "PNG", optimize=True)
 
 
 def key_is_asked_for(browser: Any, url: str) -> None:
@@ -290,14 +310,19 @@ def main(axe: str, pictures: str | None) -> None:
     ended = threading.Event()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        if pictures is not None:
+            with a_server("--model", os.environ.get("MODEL", "retriever")) as url:
+                for scheme, width in sorted(SHOTS):
+                    portray(browser, url, scheme, width, Path(pictures))
+            browser.close()
+            return
         with a_server() as url:
             others = threading.Thread(target=load, args=(url, ended))
             others.start()
             try:
                 for scheme in ("light", "dark"):
                     for width in (1200, 390):
-                        folder = None if pictures is None else Path(pictures)
-                        visit(browser, url, Path(axe).read_text(), scheme, width, folder)
+                        visit(browser, url, Path(axe).read_text(), scheme, width)
                         print(f"{scheme}, {width} pixels: answers, maps and axe as they should be", flush=True)
             finally:
                 ended.set()

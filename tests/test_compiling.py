@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from saccade.ops import compiling
 from saccade.server import warming
 from saccade.server.metrics import Metrics
 from saccade.server.policies import to_warm
+from saccade.server.warmed import mark_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -160,3 +162,28 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     assert compiling.why_not_kept() is None
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "set TRITON_CACHE_DIR to a folder that can" in str(compiling.why_not_kept())
+
+
+def test_a_server_knows_what_one_before_it_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    folder = make_checkpoint("llama", tmp_path / "llama", num_hidden_layers=1)
+    policies = [Policy.parse("dense"), Policy.parse("psa")]
+    config = EngineConfig(model=folder, device="cpu")
+    mark = mark_of(config, policies)
+    assert mark == mark_of(EngineConfig(model=folder, device="cpu", session_dir=tmp_path / "s"), policies)
+    others = [
+        mark_of(config, policies[:1]),
+        mark_of(EngineConfig(model=folder, device="cpu", max_requests=3), policies),
+        mark_of(EngineConfig(model=make_checkpoint("qwen2", tmp_path / "other"), device="cpu"), policies),
+    ]
+    assert len({mark, *others}) == 4
+    assert mark_of(EngineConfig(model=tmp_path / "absent", device="cpu"), policies) is None
+    made = []
+    monkeypatch.setattr(warming, "KernelsAhead", lambda *given: made.append(given))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    there = replace(config, device="cuda")
+    warming.begin(there, policies)
+    assert len(made) == 1
+    mark_of(there, policies).touch()
+    assert warming.begin(there, policies) is None
+    assert len(made) == 1

@@ -34,6 +34,7 @@ from saccade.models.checkpoint import open_config
 from saccade.models.folders import checkpoint_folder
 from saccade.ops import compiling
 from saccade.server.logs import logger
+from saccade.server.warmed import mark_of
 
 SECONDS = 30.0  # that steps are recorded for, all policies together, and that a dry run may take
 COMPILING = 60.0  # seconds, at most, that a server waits for the compiling processes
@@ -96,11 +97,15 @@ class KernelsAhead:
 
 
 def begin(config: EngineConfig, policies: Sequence[Policy], descriptors: Sequence[int] = ()) -> KernelsAhead | None:
-    """See :class:`KernelsAhead`; None where there is nothing to compile, or nobody beside this process to do so."""
+    """See :class:`KernelsAhead`; None where there is nothing to compile, all was compiled by a server before this one,
+    or nobody but this process would do so."""
     on_gpu = str(config.device).startswith("cuda") and compiling.cache_folder() is not None
     if not policies or not on_gpu or config.backend == "reference" or sys.platform != "linux":
         return None
-    return KernelsAhead(config, policies, descriptors) if len(os.sched_getaffinity(0)) > 1 else None
+    mark = mark_of(config, policies)
+    if len(os.sched_getaffinity(0)) == 1 or (mark is not None and mark.exists()):
+        return None
+    return KernelsAhead(config, policies, descriptors)
 
 
 def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None) -> None:
@@ -118,6 +123,9 @@ def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None
     before = replace(compiled)
     recorded = run_through(llm, policies)
     llm.reset_prefix_cache()
+    if (mark := mark_of(llm.config, policies)) is not None:
+        with suppress(OSError):
+            mark.touch()
     fields = {
         "policies": [one.text for one in policies],
         "recorded_steps": recorded,
