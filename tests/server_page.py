@@ -47,7 +47,8 @@ HOSTILE = r"""<script>window.got = 1</script><img src=x onerror="window.got = 2"
 MARKED = "document.getElementById('log').append(markdown(%s))"
 HARBOUR = """<!doctype html><title>The harbour</title><h1>The harbour</h1><p>The harbour opens at nine in the morning,
 on Sundays at eleven. Boats of more than twelve metres lie at the north pier.<ul><li>The café is open all day.
-<li>Dogs are welcome.</ul><table><tr><th>Boat</th><th>A night</th></tr><tr><td>to 8 m</td><td>12 euros</td></tr></table>"""
+<li>Dogs are welcome.</ul><table><tr><th>Boat</th><th>A night</th></tr><tr><td>to 8 m</td><td>12 euros</td></tr>
+</table>"""
 SHOTS = {("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)}
 
 

@@ -303,3 +303,17 @@ def test_a_word_file_names_its_main_part() -> None:
 def test_an_office_file_with_a_password_is_said_to_be_locked() -> None:
     with pytest.raises(RequestError, match="locked by a password"):
         text_of(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600) + "EncryptedPackage".encode("utf-16-le"), "x")
+
+
+@pytest.mark.parametrize("times", [0.5, 1.5])
+def test_the_rest_follows_a_machine_that_others_use(times):
+    """From a quarter on everything takes so much longer, or less: from two thirds of the tokens on the rest is foretold within a quarter."""
+    rest, now = RestTime(1e-5), 0.0
+    for start in range(0, 16384, 1024):
+        for layer in range(24):
+            read = Read(start, 1024, layer / 24, 16384)
+            rest.see(read, now)
+            if start == 10240 and layer == 12:
+                left, then = rest.left(read, now), now
+            now += (1 if start < 4096 else times) * (1024 + 1e-5 * ((start + 1024) ** 2 - start**2)) / 24
+    assert left == pytest.approx(now - then, rel=0.25)
