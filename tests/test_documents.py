@@ -307,7 +307,8 @@ def test_an_office_file_with_a_password_is_said_to_be_locked() -> None:
 
 @pytest.mark.parametrize("times", [0.5, 1.5])
 def test_the_rest_follows_a_machine_that_others_use(times):
-    """From a quarter on everything takes so much longer, or less: from two thirds of the tokens on the rest is foretold within a quarter."""
+    """From a quarter of the tokens on everything takes so much longer, or less: at two thirds the rest is foretold
+    within a quarter."""
     rest, now = RestTime(1e-5), 0.0
     for start in range(0, 16384, 1024):
         for layer in range(24):

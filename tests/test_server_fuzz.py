@@ -22,7 +22,7 @@ def test_nothing_that_comes_breaks_a_server():
         assert not server.server.server_state.connections
         assert threading.active_count() < 20
         assert server.llm.sessions.counts["failed"] == 0, server.llm.sessions.last_error
-        assert server.llm.sessions.counts["saves"] > 5
+        assert server.llm.sessions.counts["saves"] > 3
         for owner, name in list(server.serving.sessions._held):
             headers = {"authorization": f"Bearer {KEYS[owner]}"}
             server.client.delete(f"/v1/sessions/{quote(name, safe='')}", headers=headers)

@@ -5,10 +5,9 @@ const md = (() => {
   const link = made.validateLink;
   made.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
   made.validateLink = (address) => link(address) && !/^\s*data:/i.test(address);
-  made.renderer.rules.link_open = (tokens, at) =>
-    `<a href="${escaped(tokens[at].attrGet("href"))}" target="_blank" rel="noopener noreferrer nofollow">`;
-  made.renderer.rules.image = (tokens, at) =>
-    `<a href="${escaped(tokens[at].attrGet("src"))}" target="_blank" rel="noopener noreferrer nofollow">${escaped(tokens[at].content || "picture")}</a>`;
+  const linked = (address) => "<a" + made.renderer.renderAttrs({ attrs: [["href", address], ["target", "_blank"], ["rel", "noopener noreferrer nofollow"]] }) + ">";
+  made.renderer.rules.link_open = (tokens, at) => linked(tokens[at].attrGet("href"));
+  made.renderer.rules.image = (tokens, at) => linked(tokens[at].attrGet("src")) + escaped(tokens[at].content || "picture") + "</a>";
   const code = (tokens, at) => `<div class="code"><div class="bar"><span>${escaped((tokens[at].info || "").trim().split(/\s+/)[0])}</span>`
     + `<button type="button" class="copy" aria-label="Copy this code">Copy</button></div><pre tabindex="0"><code>${escaped(tokens[at].content)}</code></pre></div>`;
   made.renderer.rules.fence = made.renderer.rules.code_block = code;
