@@ -202,6 +202,7 @@ def dry_config(config: EngineConfig) -> EngineConfig:
         kv_pool="unified",
         session_dir=None,
         session_shared=False,
+        fa4=False,  # whose compiler has a cache of its own, or none
         enable_prefix_caching=False,
     )
 
