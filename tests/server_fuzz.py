@@ -111,7 +111,8 @@ SAID = [
 ]
 _F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 KEYS = {"one": "sk-fuzz-0123456789abcdef", "two": "sk-fuzz-fedcba9876543210"}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/v1/documents"]
+PATHS += ["/tokenize", "/detokenize"]
 PATHS += ["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
@@ -121,6 +122,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/selection_maps": {"prompt": "x", "max_tokens": 1},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/documents": {"name": "a.html", "data": "PGh0bWw+PHA+eA=="},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }

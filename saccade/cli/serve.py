@@ -98,6 +98,14 @@ def serve(
     host_name: Annotated[
         list[str] | None, typer.Option(help="Name that a server without keys answers to, beside localhost.")
     ] = None,
+    warm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="On a GPU, what is compiled and recorded for before requests are taken: a policy, several of them; "
+            "auto, the default: the server's own and those that --allow-policy names; none.",
+        ),
+    ] = None,
     engine_process: Annotated[
         bool,
         typer.Option("--engine-process/--one-process", help="Whether the engine runs in a process of its own."),
@@ -129,13 +137,14 @@ def serve(
     curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'
     """
     from saccade.machine import parse_bytes
+    from saccade.methods.policy import Policy
     from saccade.server import reasoning, tool_formats
     from saccade.server.engine_client import EngineProcess
     from saccade.server.engines import EngineFace, LocalEngine
     from saccade.server.keys import KeyRing
     from saccade.server.keys import new_key as make_key
     from saccade.server.logs import log_to_stderr
-    from saccade.server.policies import PolicyRules
+    from saccade.server.policies import PolicyRules, to_warm
     from saccade.server.run import serve as run
     from saccade.server.settings import AUTO, NONE, ServerConfig
 
@@ -194,7 +203,10 @@ def serve(
         raise SaccadeError(
             "--restart starts the engine's own process anew: leave out --one-process, and --ray, which does so itself"
         )
+    warmed = to_warm(warm or ["auto"], Policy.parse(policy), allow_policy or [])
     if ray:
+        if warm is not None:
+            raise SaccadeError("replicas of --ray make themselves ready for the server's own policy; leave --warm out")
         if kv_events is not None:
             raise SaccadeError("replicas of --ray publish no KV events; Ray routes them. Leave --kv-events out")
         try:
@@ -206,9 +218,9 @@ def serve(
         return
     events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
     if engine_process:
-        engine: EngineFace = EngineProcess(config, log_level, events, step_limit, restart)
+        engine: EngineFace = EngineProcess(config, log_level, events, step_limit, restart, warmed)
     else:
-        engine = LocalEngine(load_model(config, quiet=True), events, step_limit)
+        engine = LocalEngine(load_model(config, quiet=True), events, step_limit, warmed)
     if engine.note:
         print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)

@@ -18,6 +18,7 @@ from saccade.server import reasoning, tool_formats
 from saccade.server.admission import Admission, Caller
 from saccade.server.anthropic_system import SystemHeads
 from saccade.server.bodies import Room
+from saccade.server.documents import Documents
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammars import Grammars
@@ -94,6 +95,7 @@ class Serving:
         self.sockets: set[Socket] = set()
         self.mapping = False  # whether a selection map is being made
         self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
+        self.documents = Documents()
         each = most_letters(engine.tokenizer.hf)
         self._most_letters = None if each is None else each * about.limits.max_model_len
         self.room = Room(max(config.max_bodies, config.max_body))
@@ -123,6 +125,7 @@ class Serving:
         for pool in (self._threads, self._long, self._parser):
             pool.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+        self.documents.close()
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()
