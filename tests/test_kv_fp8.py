@@ -258,7 +258,14 @@ def model(tmp_path_factory):
     )
 
 
-OPTIONS = {"dtype": "float32", "kv_memory": "8MiB", "prefill_chunk": 64, "block_size": 16, "exact": False}
+OPTIONS = {
+    "dtype": "float32",
+    "kv_memory": "8MiB",
+    "prefill_chunk": 64,
+    "block_size": 16,
+    "exact": False,
+    "enable_prefix_caching": False,
+}
 POLICIES = [
     "quest(budget=64, block_size=16, dense_layers=0)",
     "psa(epsilon=0.4, block_size=16, microbatch=1)",

@@ -68,7 +68,7 @@ def open_llm(folder: Path, **options: Any) -> LLM:
         kv_memory="4MiB",
         prefill_chunk=32,
         kv_dtype=os.environ.get(KV_DTYPE, "auto"),
-        **options,
+        **{"enable_prefix_caching": False, **options},
     )
     if llm.sessions is not None:
         llm.sessions.segments.size = SEGMENT

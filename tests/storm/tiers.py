@@ -82,7 +82,13 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dt
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, head_dim=32)
         with LLM(
-            checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1, kv_dtype=kv_dtype
+            checkpoint,
+            dtype="float32",
+            kv_memory="16MiB",
+            prefill_chunk=64,
+            threads=1,
+            enable_prefix_caching=False,
+            kv_dtype=kv_dtype,
         ) as quiet:
             asks, talks = questions(quiet, policies * each, seed)
         for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
