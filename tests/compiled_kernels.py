@@ -21,10 +21,9 @@ from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
 from saccade.methods.lfps import (
-    triton_row_blocks,
+    triton_row_begin,
     triton_row_candidates,
     triton_row_choice,
-    triton_row_learning,
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
@@ -37,6 +36,8 @@ from saccade.ops.triton import (
     batched_guesses,
     batched_labels,
     batched_rank,
+    best_alone,
+    best_near,
     best_parts,
     block_pairs,
     block_rows,
@@ -284,12 +285,20 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (batched_guesses._share, {**guessing, **shared}, {"num_warps": 4}),
         (batched_guesses._in_order, {**guessing, **held}, {"num_warps": batched_guesses.HELD // 256}),
     ]
-    words = {**decoding, "PARTS": 4, "SPAN": 1024, "TABLE": 4096, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
+    room = {"SAMPLE": best_near.SAMPLE, "SLACK": best_near.SLACK, "FEW": best_alone.FEW, "ROOM": best_alone.ROOM}
+    alone = {**room, "WORDS": best_parts.WORDS, "EACH": 1, "SPAN": batched_best.SPAN, "EARLY": True}
+    found.append((best_alone._alone, alone, {"num_warps": 8}))
+    begun = {"LEARNT": triton_row_begin.LEARNT, "TABLE": triton_row_begin.TABLE, "GROUP": 16}
+    looking = {**room, "UNITS": 32, "SIZE": 8, "SPAN": triton_row_begin.SPAN, "EARLY": True}
+    for units, size in ((32, 8), (8, 8), (32, 0)):
+        own = {**decoding, **begun, "UNITS": units, "SIZE": size, "PRECISION": "tf32"}
+        found.append((triton_row_begin._begin, own, {"num_warps": 4}))
+        found.append((triton_row_begin._look, {**looking, "UNITS": units, "SIZE": size}, {"num_warps": 8}))
+    words = {**decoding, "PARTS": 4, "SPAN": 1024, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
     words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
     for kernel, warps in (
-        (triton_row_learning._take_in, 8), (triton_row_candidates._scan, 8), (triton_row_candidates._mark, 4),
-        (triton_row_candidates._list, 4), (triton_row_choice._take, 8), (triton_row_choice._read, 4),
-        (triton_row_rest._bypass, 2), (triton_row_rest._join, 4), (triton_row_blocks._mean_scores, 4),
+        (triton_row_candidates._mark, 4), (triton_row_candidates._list, 4), (triton_row_choice._take, 8),
+        (triton_row_choice._read, 4), (triton_row_rest._join, 4),
     ):  # fmt: skip
         found.append((kernel, {**words, "GROUP": 16}, {"num_warps": warps}))
     found += [

@@ -6,10 +6,9 @@ from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
 from saccade.methods.lfps import (
-    triton_row_blocks,
+    triton_row_begin,
     triton_row_candidates,
     triton_row_choice,
-    triton_row_learning,
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_choosing, triton_recorded
@@ -20,6 +19,7 @@ from saccade.ops.triton import (
     batched_guesses,
     batched_labels,
     batched_rank,
+    best_alone,
     block_pairs,
     block_rows,
     block_summaries,
@@ -97,10 +97,16 @@ OTHERS = {
         **dict.fromkeys(("reals", "cones", "scored", "searches"), "*fp64"), "searching": "*i8", "arrived": "*i64",
         **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
     },
-    triton_row_learning._take_in: {"reals": "*fp64", "lengths": "*i32", "limits": "*fp32"},
-    triton_row_candidates._scan: {"reals": "*fp64", "lengths": "*i32", "limits": "*fp32", "seen": "*i32"},
+    triton_row_begin._begin: {
+        **dict.fromkeys(("tables", "lengths"), "*i32"), "reals": "*fp64", "pointers": "*i64", "idle": "*i8",
+        **dict.fromkeys(("limits", "instead"), "*fp32"), "scale": "fp32",
+    },
+    triton_row_begin._look: {
+        **dict.fromkeys(("lengths", "seen", "least", "near"), "*i32"), "reals": "*fp64", "limits": "*fp32",
+    },
+    best_alone._alone: dict.fromkeys(("bounds", "taken", "near"), "*i32"),
     triton_row_candidates._mark: {
-        "reals": "*fp64", "lengths": "*i32", "idle": "*i8", "blocks": "*i8", "seen": "*i32", "marks": "*i32",
+        "reals": "*fp64", "lengths": "*i32", "idle": "*i8", "least": "*i32", "seen": "*i32", "marks": "*i32",
         "counts": "*i32",
     },
     triton_row_candidates._list: {
@@ -115,14 +121,10 @@ OTHERS = {
         "v_pool": "*bf16", **dict.fromkeys(("tables", "lengths", "counts"), "*i32"), "idle": "*i8",
         **dict.fromkeys(("logits", "sums", "parts"), "*fp32"),
     },
-    triton_row_rest._bypass: {
-        "tables": "*i32", "lengths": "*i32", "reals": "*fp64", "idle": "*i8", "instead": "*fp32", "scale": "fp32",
-    },
     triton_row_rest._join: {
         **dict.fromkeys(("tables", "lengths", "marks", "listed"), "*i32"), "reals": "*fp64", "idle": "*i8",
         **dict.fromkeys(("instead", "parts", "total"), "*fp32"), "joined": "*bf16", "scale": "fp32",
     },
-    triton_row_blocks._mean_scores: {"pointers": "*i64", "lengths": "*i32", "bounds": "*i32"},
     products._product: {
         **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "scales": "*fp32", "parts": "*fp32",
         "arrived": "*i64", "rows": "i32",

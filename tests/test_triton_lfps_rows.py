@@ -14,19 +14,20 @@ from covering import spread
 from lfps_helpers import row_of
 
 from saccade.methods.device_state import REALS, WORDS, Opening
-from saccade.methods.lfps import LFPS, triton_row_blocks, triton_row_candidates, triton_row_choice
+from saccade.methods.lfps import LFPS, triton_row_begin, triton_row_candidates, triton_row_choice
 from saccade.methods.lfps.choosing import candidates, join_blocks, threshold
 from saccade.methods.lfps.recorded import Marks, Reals, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
 from saccade.methods.lfps.state import LFPSState
 from saccade.methods.lfps.tables import ScoreTables, learnt
-from saccade.methods.lfps.triton_row_learning import take_in
-from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
-from saccade.ops.triton import batched_best, best_near
+from saccade.methods.lfps.triton_row_begin import begin_step, look
+from saccade.methods.lfps.triton_row_rest import join_rest
+from saccade.ops.triton import batched_best, best_alone, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.decode import Pages
 
 HEADS, KV_HEADS, LENGTHS, LONGEST = 4, 2, [0, 77, 250], 256
+ABOVE = 0x3F000000 - (1 << 31)  # 0.5, as ordered_bits has it
 OPTIONS = [
     {"k": 40, "before": 19, "after": 0, "blocks": 3, "block_size": 16},
     {"k": 150, "before": 1, "after": 18, "a": 0.9, "unit": "kv_head", "blocks": 2, "block_size": 4},
@@ -64,7 +65,8 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
 @pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
-        (triton_row_candidates, {"SPAN": 128, "TILE": 8}),
+        (triton_row_begin, {"SPAN": 128, "LEARNT": 32, "TABLE": 64}),
+        (triton_row_candidates, {"TILE": 8}),
         (triton_row_choice, {"KEYS": 16}),
         (batched_best, {"SPAN": 64, "SHORT": short}),
         (best_near, {"SAMPLE": 16}),
@@ -79,8 +81,12 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     idle[8:10], idle[11] = 1, 1  # of the last row two heads, or a whole KV head, and another head rest
     size = method.block_size if method.blocks else 0
     marked = (torch.rand(3 * units, LONGEST // size, generator=rng) < 0.05).to(torch.int8) if size else None
-    seen = triton_row_candidates.scan(rows, units, take_in(rows, units))
-    found = triton_row_candidates.candidates(rows, units, seen, idle, marked, size)
+    seen = look(rows, units, begin_step(rows, units, 0), 0)
+    if marked is not None:
+        seen = seen._replace(
+            scores=marked.float().view(3, units, -1), least=torch.tensor([[ABOVE, -1]] * 3 * units).int()
+        )
+    found = triton_row_candidates.candidates(rows, units, seen, idle, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
     chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
@@ -136,34 +142,54 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
                 torch.testing.assert_close(layer.gains[unit, :count], gain, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("held", [32, 512])
-def test_blocks_are_marked_by_one_program_and_by_parts(held, monkeypatch):
-    monkeypatch.setattr(batched_best, "SPAN", 32)
-    monkeypatch.setattr(batched_best, "SHORT", 1)
-    monkeypatch.setattr(triton_row_blocks, "HELD", held)
-    method, rng = LFPS(blocks=9, block_size=4), torch.Generator().manual_seed(5)
-    rows, _ = opened(method, HEADS, rng)
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+@pytest.mark.parametrize("blocks", [9, 0, 200])
+def test_the_best_blocks_by_their_means(blocks, unit, monkeypatch):
+    """Beside the tables' entries, which are those of a launch without blocks."""
+    monkeypatch.setattr(triton_row_begin, "SPAN", 64)
+    monkeypatch.setattr(best_near, "SAMPLE", 16)
+    monkeypatch.setattr(best_alone, "FEW", 8)
+    method, rng = LFPS(blocks=blocks, block_size=4, unit=unit), torch.Generator().manual_seed(5)
+    units = HEADS if unit == "q_head" else KV_HEADS
+    rows, _ = opened(method, units, rng)
+    plain = look(rows, units, begin_step(rows, units, 0), 0)
     means = torch.randn(3, LONGEST // 4, KV_HEADS, 16, generator=rng).mul(2).round() / 2
     q = torch.randn(3, HEADS, 16, generator=rng).round()
     summaries = SimpleNamespace(pointers=torch.tensor([one.data_ptr() for one in means]))
     rows.q, rows.summaries = q, summaries  # type: ignore[assignment]
-    marks = triton_row_blocks.best_blocks(rows, HEADS, 4)
+    seen = look(rows, units, begin_step(rows, units, 4), 4)
+    assert seen.scores is not None
+    assert seen.least is not None
     for row, length in list(enumerate(LENGTHS))[1:]:
-        for head in range(HEADS):
-            scores = means[row, : length // 4, head // 2] @ q[row, head]
-            assert marks[row * HEADS + head, : length // 4].nonzero()[:, 0].tolist() == best_by_sorting(scores, 9)
+        known = -(-(length - method.sinks) // 16) if length - method.sinks > method.budget(length - method.sinks) else 0
+        for unit in range(units):
+            entry, each = row * units + unit, HEADS // units
+            heads = q[row, unit * each : (unit + 1) * each]
+            scores = (means[row, : length // 4, unit * each // 2] @ heads.T).mean(1)
+            bound, edge = seen.least[entry].tolist()
+            found = seen.scores[row, unit, : length // 4]
+            torch.testing.assert_close(found, scores)
+            order = [
+                (bits ^ (-1 if bits < 0 else -(1 << 31))) & 0xFFFFFFFF
+                for bits in (found + 0.0).view(torch.int32).tolist()
+            ]
+            bound &= 0xFFFFFFFF
+            best = [at for at, one in enumerate(order) if one > bound or (one == bound and at <= edge)]
+            assert best == best_by_sorting(scores, min(blocks, length // 4))
+            assert torch.equal(seen.entries[entry, :, :known], plain.entries[entry, :, :known])
 
 
 @pytest.mark.parametrize("decay", [0.95, 0.0, 0.01])
-def test_what_a_step_takes_in(decay):
+def test_what_a_step_takes_in(decay, monkeypatch):
     """Steps until stored values have to be scaled down, of units that learn and that do not, each of them run twice;
     and the thresholds of tables without spread and half empty."""
+    monkeypatch.setattr(triton_row_begin, "LEARNT", 32)
     method, units, rng = LFPS(r=decay, k=40, sinks=4), 3, torch.Generator().manual_seed(3)
     vertical, slash = torch.rand(2, units, 150, generator=rng) ** 12
     vertical[0], slash[1, 75:] = 0.125, 0.0
     host, device = (ScoreTables.of(vertical, slash, 4, 153) for _ in range(2))
-    nothing = torch.zeros(KV_HEADS, 16)
-    state = LFPSState(device, nothing, nothing, 0, torch.zeros(HEADS), 153)
+    nothing = torch.zeros(units, 16)
+    state = LFPSState(device, nothing, nothing, 0, torch.zeros(units), 153)
     kv = SimpleNamespace(pool=SimpleNamespace(storage=SimpleNamespace(device=torch.device("cpu"))))
     row = RecordedTables(Opening([state], kv, SimpleNamespace(), 0, 155), method)
     layer, q = row._layers[0], torch.zeros(1, units, 16)
@@ -179,9 +205,11 @@ def test_what_a_step_takes_in(decay):
             if learns:
                 learnt(host, unit, keys, gain, decay)
         words, reals = torch.tensor([row.words(0)]), torch.tensor([row.reals(0)], dtype=torch.float64)
-        pages = SimpleNamespace(lengths=torch.tensor([length + 1], dtype=torch.int32), longest=512)
-        rows = SimpleNamespace(q=q, words=words, reals=reals, pages=pages, count=1)
-        limits = [take_in(rows, units) for _ in range(2)]
+        pool, table = torch.zeros(1, units, 16, 16), torch.zeros(1, units, 32, dtype=torch.int32)
+        pages = Pages(pool, pool, table, torch.tensor([length + 1], dtype=torch.int32), 512)
+        none = torch.zeros(1, dtype=torch.int32)
+        rows = LayerRows(0, q, pages, words, reals, torch.zeros(1, 4), none, none, 1.0)
+        limits = [begin_step(rows, units, 0).limits for _ in range(2)]
         assert torch.equal(*limits)
         torch.testing.assert_close(device.scale, host.scale)
         for unit, scale in enumerate(host.scale.tolist()):
@@ -212,7 +240,7 @@ def test_who_rests_and_what_stands_for_the_rest(unit, probes, softcap):
     words, reals = torch.tensor([row.words(0)]), torch.tensor([row.reals(0)], dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.int32)
     rows = LayerRows(0, query.q[:, 0][None], pages, words, reals, torch.zeros(1, 4), none, none, 0.2, softcap)
-    idle, instead = bypasses(rows)
+    _, idle, instead, _ = begin_step(rows, units, 0)
     assert torch.equal(idle.bool(), share > method.epsilon)
     assert 0 < int(idle.sum()) < heads
     torch.testing.assert_close(instead, expected[:, 1], rtol=1e-5, atol=1e-5)

@@ -104,19 +104,17 @@ class ForeseenKeys(OwnReading["LFPS"]):
         return Known("tokens", 0, estimated, exact, chooses=True)
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.lfps.triton_row_blocks import best_blocks
-        from saccade.methods.lfps.triton_row_candidates import candidates, scan
+        from saccade.methods.lfps.triton_row_begin import begin_step, look
+        from saccade.methods.lfps.triton_row_candidates import candidates
         from saccade.methods.lfps.triton_row_choice import choose, read_values
-        from saccade.methods.lfps.triton_row_learning import take_in
-        from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
+        from saccade.methods.lfps.triton_row_rest import join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
-        seen = scan(rows, units, take_in(rows, units))
-        idle, instead = bypasses(rows)
-        blocks = best_blocks(rows, units, self.size) if self.size else None
-        found = candidates(rows, units, seen, idle, blocks, self.size)
+        begun = begin_step(rows, units, self.size)
+        idle, instead = begun.idle, begun.instead
+        found = candidates(rows, units, look(rows, units, begun, self.size), idle, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)

@@ -1,82 +1,38 @@
-"""Blocks of keys that LFPS's recorded steps take for candidates: those whose mean keys agree best with the queries."""
+"""Blocks of keys that LFPS's recorded steps take for candidates: those whose mean keys agree best with the queries.
+Parts of kernels (triton_row_begin.py, triton_row_candidates.py)."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import W, query_of, static
-from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import find_best
-from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
-from saccade.ops.triton.common import begin, launched, pad, precision
-from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
+from saccade.methods.lfps.triton_row_words import W
+from saccade.ops.triton.best_alone import least_alone
+from saccade.ops.triton.radix_select import ordered_bits
 
-HELD = 16384  # blocks whose scores a program holds
+EACH = 64  # blocks that a program scores
+EACH_BLOCKS: tl.constexpr = tl.constexpr(EACH)
 
 
-def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
-    """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries."""
-    q, summaries = query_of(rows), rows.summaries
-    assert summaries is not None
-    device, blocks = q.device, max(1, rows.pages.longest // size)
-    scores = torch.empty(rows.count, units, blocks, dtype=torch.float32, device=device)
-    bounds = torch.empty(rows.count * units, BOUNDS, dtype=torch.int32, device=device)
-    _mean_scores[(triton.cdiv(blocks, 64), rows.kv_heads, rows.count)](
-        q, summaries.pointers, rows.pages.lengths, rows.words, scores, bounds, q.stride(0), q.stride(1),
-        rows.words.stride(0), blocks, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads),
-        PRECISION=precision(q.dtype), **static(rows, num_warps=4),
-    )  # fmt: skip
-    marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
-    if blocks <= HELD:
-        _mark_held[(units, rows.count)](
-            scores, bounds, marks, blocks, HELD=min(HELD, pad(blocks, 1024)), SPAN=1024,
-            num_warps=16, maxnreg=64, **launched(device),
-        )  # fmt: skip
-        return marks
-    best = find_best(scores, bounds)
-    _mark_best[(best.parts, units, rows.count)](
-        scores, bounds, best.words, best.taken, marks, blocks, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
-        SPAN=batched_best.SPAN, num_warps=8, maxnreg=64, **launched(device),
-    )  # fmt: skip
-    return marks
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "blocks"],
-    do_not_specialize_on_alignment=["pointers", "lengths", "words", "scores", "bounds"],
-)
-def _mean_scores(
-    q_ptr, pointers, lengths, words, scores, bounds, q_row, q_head, word_row, blocks,
+@triton.jit
+def mean_scores(
+    q_ptr, pointers, lengths, scores, q_row, q_head, blocks, part, kv_head, row,
     UNITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Of the heads of one KV head, whose means they share."""
-    begin(EARLY)
-    kv_head, row = tl.program_id(1), tl.program_id(2)
-    EACH: tl.constexpr = HEADS // KV_HEADS
+    """How well the means of some blocks of ``SIZE`` keys agree with the queries of a KV head, whose heads share them:
+    ``scores`` float32 [rows, units, blocks]."""
+    GROUPED: tl.constexpr = HEADS // KV_HEADS
     full = tl.load(lengths + row) // SIZE
     member = tl.arange(0, GROUP)
-    if tl.program_id(0) == 0:
-        wanted = tl.minimum(tl.load(words + row.to(tl.int64) * word_row + W.blocks), full.to(tl.int64)).to(tl.int32)
-        own = bounds + (row * UNITS + kv_head * (UNITS // KV_HEADS) + member) * 5
-        mine = member < UNITS // KV_HEADS
-        tl.store(own, tl.zeros([GROUP], tl.int32), mask=mine)
-        tl.store(own + 1, tl.zeros([GROUP], tl.int32) + full, mask=mine)
-        tl.store(own + 2, tl.zeros([GROUP], tl.int32), mask=mine)
-        tl.store(own + 3, tl.zeros([GROUP], tl.int32), mask=mine)
-        tl.store(own + 4, tl.zeros([GROUP], tl.int32) + wanted, mask=mine)
-    block = tl.program_id(0) * 64 + tl.arange(0, 64)
-    if tl.program_id(0) * 64 < full:
+    if part * EACH_BLOCKS < full:
+        block = part * EACH_BLOCKS + tl.arange(0, EACH_BLOCKS)
         means = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
         channel = tl.arange(0, D_PAD)
-        head = kv_head * EACH + member
+        head = kv_head * GROUPED + member
         q = tl.load(
             q_ptr + row.to(tl.int64) * q_row + head.to(tl.int64)[:, None] * q_head + channel[None, :],
-            mask=(member < EACH)[:, None] & (channel < D)[None, :],
+            mask=(member < GROUPED)[:, None] & (channel < D)[None, :],
             other=0.0,
         )
         at = (block.to(tl.int64)[:, None] * KV_HEADS + kv_head) * D + channel[None, :]
@@ -84,57 +40,38 @@ def _mean_scores(
         found = tl.dot(mean, tl.trans(q), input_precision=PRECISION)
         if UNITS == HEADS:
             to = scores + (row * UNITS + head).to(tl.int64)[None, :] * blocks + block[:, None]
-            tl.store(to, found, mask=(member < EACH)[None, :] & (block < full)[:, None])
+            tl.store(to, found, mask=(member < GROUPED)[None, :] & (block < full)[:, None])
         else:
             to = scores + (row * UNITS + kv_head).to(tl.int64) * blocks + block
-            tl.store(to, tl.sum(found, 1) / EACH, mask=block < full)
+            tl.store(to, tl.sum(found, 1) / GROUPED, mask=block < full)
 
 
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["bounds", "marks"])
-def _mark_held(
-    scores, bounds, marks, blocks, HELD: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr
+@triton.jit
+def find_least(
+    scores, lengths, words, least, near, word_row, blocks, unit, row,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, SAMPLE: tl.constexpr, SLACK: tl.constexpr, SPAN: tl.constexpr,
+    FEW: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """What _mark_best does, by one program."""
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
-    entry = row * tl.num_programs(0) + unit
-    _first, full, _low, _high, wanted, _between = bounds_at(bounds, entry, 1)
-    line = entry.to(tl.int64) * blocks
-    block = tl.arange(0, HELD)
-    order = ordered_bits(tl.load(scores + line + block, mask=block < full, other=0.0) + 0.0)
-    order = tl.where(block < full, order, 0)
-    bound, spare = tl.full([], 0, tl.uint32), full  # all
-    if (wanted > 0) & (wanted < full):
-        bound, spare = least_held(order, wanted)
+    """Which blocks are a unit's best, ties to the lower, as :func:`is_best` takes it: ``least`` int32 [rows * units,
+    2], the bits of the least score taken, and the last block taken that has it."""
+    full = tl.load(lengths + row) // SIZE
+    wanted = tl.load(words + row.to(tl.int64) * word_row + W.blocks)
+    wanted = tl.minimum(wanted, full.to(tl.int64)).to(tl.int32)
+    entry = (row * UNITS + unit).to(tl.int64)
+    bound, edge = tl.full([], 0, tl.uint32), full  # all
     if wanted <= 0:
-        bound, spare = tl.full([], 4294967295, tl.uint32), 0  # none
-    tl.store(marks + line + block, (order >= bound).to(tl.int8), mask=block < full)
-    if tl.sum((order == bound).to(tl.int32), 0) > spare:  # of those some are left out
-        tl.debug_barrier()  # others have stored what these do
-        level = tl.full([], 0, tl.int32)
-        for start in tl.range(0, full, SPAN):
-            own = start + tl.arange(0, SPAN)
-            chosen, level = taken_of(scores + line, own, own < full, bound, spare, level)
-            tl.store(marks + line + own, chosen.to(tl.int8), mask=own < full)
+        bound, edge = tl.full([], 4294967295, tl.uint32), tl.zeros_like(full) - 1  # none
+    elif wanted < full:
+        bound, _spare, edge = least_alone(
+            scores + entry * blocks, 0, full, 0, 0, wanted, full, near + entry * 2 * ROOM, least, 1,
+            SAMPLE, SLACK, SPAN, FEW, ROOM, False,
+        )  # fmt: skip
+    tl.store(least + entry * 2, bound.to(tl.int32, bitcast=True))
+    tl.store(least + entry * 2 + 1, edge)
 
 
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["bounds", "words", "taken", "marks"])
-def _mark_best(
-    scores, bounds, words, taken, marks, blocks,
-    PARTS: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    entry = row * tl.num_programs(1) + unit
-    first, last, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
-    begins, ends = part_at(first, last, part, SPAN)
-    if begins < ends:
-        bound, spare, level, _placed = known_at(words, taken, entry, part, 0, wanted, between, PARTS, WORDS)
-        if wanted <= 0:
-            bound, spare = tl.full([], 4294967295, tl.uint32), tl.full([], 0, tl.int32)  # none
-        at = tl.arange(0, SPAN)
-        line = entry.to(tl.int64) * blocks
-        for start in tl.range(begins, ends, SPAN):
-            block = start + at
-            chosen, level = taken_of(scores + line, block, block < ends, bound, spare, level)
-            tl.store(marks + line + block, chosen.to(tl.int8), mask=block < ends)
+@triton.jit
+def is_best(score, block, bound, edge):
+    """Whether a ``block`` with that ``score`` is among the best."""
+    order = ordered_bits(score + 0.0)
+    return (order > bound) | ((order == bound) & (block <= edge))

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_words import W, budget_at, pointer
+from saccade.methods.lfps.triton_row_begin import BITS, Seen
+from saccade.methods.lfps.triton_row_blocks import is_best
+from saccade.methods.lfps.triton_row_words import W, budget_at
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
 
-SPAN = 4096  # entries that a program compares
-BITS = tl.constexpr(16)  # entries of a word
 TILE = 512  # words that a program marks, or lists
 
 
@@ -33,30 +33,19 @@ class Found(NamedTuple):
     bounds: Tensor
 
 
-def scan(rows: LayerRows, units: int, limits: Tensor) -> Tensor:
-    """Which entries of a row's tables stand out, int32 [rows * units, 2, m] (``_scan``); ``limits`` as take_in leaves
-    them."""
+def candidates(rows: LayerRows, units: int, seen: Seen, idle: Tensor, size: int) -> Found:
+    """By what was ``seen``, of blocks of ``size`` keys; ``idle`` as in ``Begun``."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
-    words = triton.cdiv(width, BITS.value)
-    seen = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
-    _scan[(triton.cdiv(width, SPAN), units, count)](
-        rows.words, rows.reals, rows.pages.lengths, limits, seen, rows.words.stride(0), rows.reals.stride(0), words,
-        UNITS=units, SPAN=SPAN, num_warps=8, **launched(device),
-    )  # fmt: skip
-    return seen
-
-
-def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
-    """``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size`` keys."""
-    device, width, count = rows.q.device, rows.pages.longest, rows.count
-    words = triton.cdiv(width, BITS.value)
+    words = triton.cdiv(width, BITS)
     parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
+    blocks = 0 if seen.scores is None else seen.scores.shape[2]
     _mark[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
-        rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
+        rows.words, rows.reals, rows.pages.lengths, idle, idle if seen.scores is None else seen.scores,
+        idle if seen.least is None else seen.least, seen.entries, marks, counts, rows.words.stride(0),
+        rows.reals.stride(0), words, blocks, UNITS=units, EACH=rows.heads // units, SIZE=size, TILE=TILE, num_warps=4,
+        **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
@@ -68,52 +57,6 @@ def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: 
         PARTS=triton.next_power_of_2(parts), num_warps=4, **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], scored, KeyLists(None, totals[1], indices, units, 1, width), bounds)
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "real_row", "width"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen"],
-)
-def _scan(
-    words, reals, lengths, limits, seen, word_row, real_row, width,
-    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Of 16 entries of a table a word: which are above their threshold (the lower bits), and which above their mean
-    (the others). The vertical table's words come before those of the slash table, which is read as it lies."""
-    begin(EARLY)
-    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    entry = (row * UNITS + unit).to(tl.int64)
-    # What the words say is loaded before it is known that it is of use: one wait instead of several.
-    own, reals = words + row.to(tl.int64) * word_row, reals + row.to(tl.int64) * real_row
-    length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
-    line = unit * tl.multiple_of(tl.load(own + W.capacity), 16)
-    verticals = tl.multiple_of(pointer(own, W.vertical, tl.float32), 16)
-    slashes = tl.multiple_of(pointer(own, W.slash, tl.float32), 16)
-    n, dense, _take, _local = budget_at(own, reals, length, first)
-    if (length > 0) & (dense == 0) & (chunk * SPAN < n):
-        word, lane = tl.arange(0, SPAN // 16)[:, None], tl.arange(0, 16)[None, :]
-        at = chunk * SPAN + word * 16 + lane
-        # Tables are as wide as a multiple of 16 entries: they are read by whole words.
-        there = (chunk * SPAN + word * 16 < n) & (lane >= 0)
-        vertical = tl.load(verticals + line + at, mask=there, other=0.0)
-        slash = tl.load(slashes + line + at, mask=there, other=0.0)
-        left = n - chunk * SPAN
-        own_limits = limits + entry * 4
-        own_seen = seen + entry * 2 * width + chunk * (SPAN // 16)
-        to = tl.arange(0, SPAN // 16)
-        mine = to < tl.cdiv(left, 16)
-        tl.store(own_seen + to, _bits(vertical, own_limits, left, SPAN), mask=mine)
-        tl.store(own_seen + width + to, _bits(slash, own_limits + 2, left, SPAN), mask=mine)
-
-
-@triton.jit
-def _bits(value, limits, left, SPAN: tl.constexpr):
-    """Words of the entries ``value``, of which ``left`` count."""
-    lane = tl.arange(0, 16)[None, :]
-    at = tl.arange(0, SPAN // 16)[:, None] * 16 + lane
-    mean, tau = tl.load(limits), tl.load(limits + 1)
-    bits = tl.where((value > tau) & (at < left), 1 << lane, 0)
-    return tl.sum(bits | tl.where((value > mean) & (at < left), 65536 << lane, 0), 1)
 
 
 @triton.jit
@@ -151,10 +94,12 @@ def _far(seen, word, last, base, n_words, far):
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "n_words", "n_blocks"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "idle", "blocks", "seen", "marks", "counts"],
-)
+    do_not_specialize_on_alignment=[
+        "words", "reals", "lengths", "idle", "scores", "least", "seen", "marks", "counts",
+    ],
+)  # fmt: skip
 def _mark(
-    words, reals, lengths, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks,
+    words, reals, lengths, idle, scores, least, seen, marks, counts, word_row, real_row, n_words, n_blocks,
     UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a part of a unit's words, none where all its heads rest or it reads everything."""
@@ -192,10 +137,13 @@ def _mark(
         chosen = near & (here >> 16) & 65535
         if SIZE > 0:
             key = first + word * 16
+            bound = tl.load(least + entry * 2).to(tl.uint32, bitcast=True)
+            edge = tl.load(least + entry * 2 + 1)
             for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
                 block = key // SIZE + number
                 known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
-                best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
+                score = tl.load(scores + entry * n_blocks + block, mask=known, other=0.0)
+                best = known & is_best(score, block, bound, edge)
                 begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
                 ends = tl.minimum(block * SIZE + SIZE - key, 16)
                 span = (1 << tl.maximum(ends, begins)) - (1 << begins)

@@ -3,27 +3,10 @@ one that breaks off and runs again learns once. Means what tables.py means."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import MARKS, M, R, W, pointer
-from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import begin, launched
-
-SPAN = 2048
-
-
-def take_in(rows: LayerRows, units: int) -> Tensor:
-    """Take in what the step before has learnt: float32 [rows * units, 4], mean and threshold of the vertical table, and
-    of the slash table."""
-    limits = torch.empty(rows.count * units, 4, dtype=torch.float32, device=rows.q.device)
-    _take_in[(units, rows.count)](
-        rows.words, rows.reals, rows.pages.lengths, limits, rows.words.stride(0), rows.reals.stride(0),
-        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, maxnreg=128, **launched(rows.q.device),
-    )  # fmt: skip
-    return limits
 
 
 @triton.jit
@@ -49,15 +32,13 @@ def _powers(after, before, valid):
     return tl.where(power < 2, low, high)
 
 
-@triton.jit(
-    do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths", "limits"]
-)
-def _take_in(
-    words, reals, lengths, limits, word_row, real_row,
-    UNITS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def take_in(
+    words, reals, lengths, limits, word_row, real_row, unit, row,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    """Take in what the step before has learnt of a ``unit``; ``limits`` float32 [rows * units, 4]: mean and threshold
+    of the vertical table, and of the slash table."""
     length = tl.load(lengths + row)
     if length > 0:
         own = words + row.to(tl.int64) * word_row

@@ -15,20 +15,6 @@ from saccade.ops.triton.common import begin, cap_logits, pool_rows
 from saccade.ops.triton.readers import load_keys
 
 
-def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
-    """Who is bypassed, int8 [rows * heads], and what stands then for all that a head leaves out, float32 [rows *
-    heads], as log-sum-exp."""
-    q = query_of(rows)
-    idle = torch.empty(rows.count * rows.heads, dtype=torch.int8, device=q.device)
-    instead = torch.empty(rows.count * rows.heads, dtype=torch.float32, device=q.device)
-    _bypass[(rows.heads, rows.count)](
-        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, idle, instead, q.stride(0),
-        q.stride(1), *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), rows.scale,
-        rows.softcap or 0.0, **static(rows, CAPPED=rows.softcap is not None, num_warps=2),
-    )  # fmt: skip
-    return idle, instead
-
-
 def join_rest(
     rows: LayerRows,
     parts: Tensor,
@@ -102,18 +88,15 @@ def _span(
     return _add_up(tl.where(weight > 0.0, top + tl.log2(tl.where(weight > 0.0, weight, 1.0)), float("-inf")))
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "table_head", "word_row", "real_row"],
-    do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "idle", "instead"],
-)
-def _bypass(
+@triton.jit
+def find_rest(
     q_ptr, k_pool, tables, lengths, words, reals, idle, instead, q_row, q_head, table_stride, table_head, word_row,
-    real_row, scale, softcap,
+    real_row, scale, softcap, head, row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    CAPPED: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
-    head, row = tl.program_id(0), tl.program_id(1)
+    """Whether a ``head`` is bypassed, int8 [rows * heads], and what stands then for all that it leaves out, float32
+    [rows * heads], as log-sum-exp."""
     kv_head = head // (HEADS // KV_HEADS)
     entry = row * HEADS + head
     length = tl.load(lengths + row)
