@@ -297,10 +297,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
     words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
     for kernel, warps in (
-        (triton_row_candidates._mark, 4), (triton_row_candidates._list, 4), (triton_row_choice._take, 8),
+        (triton_row_candidates._list, 4), (triton_row_choice._take, 8),
         (triton_row_choice._read, 4), (triton_row_rest._join, 4),
     ):  # fmt: skip
-        found.append((kernel, {**words, "GROUP": 16}, {"num_warps": warps}))
+        more = {"PARTS": 128} if kernel is triton_row_candidates._list else {}
+        found.append((kernel, {**words, **more}, {"num_warps": warps}))
     found += [
         (
             decode._decode,

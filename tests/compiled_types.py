@@ -102,16 +102,12 @@ OTHERS = {
         **dict.fromkeys(("limits", "instead"), "*fp32"), "scale": "fp32",
     },
     triton_row_begin._look: {
-        **dict.fromkeys(("lengths", "seen", "least", "near"), "*i32"), "reals": "*fp64", "limits": "*fp32",
+        **dict.fromkeys(("lengths", "seen", "least", "near", "counts"), "*i32"), "reals": "*fp64", "limits": "*fp32",
     },
     best_alone._alone: dict.fromkeys(("bounds", "taken", "near"), "*i32"),
-    triton_row_candidates._mark: {
-        "reals": "*fp64", "lengths": "*i32", "idle": "*i8", "least": "*i32", "seen": "*i32", "marks": "*i32",
-        "counts": "*i32",
-    },
     triton_row_candidates._list: {
-        "reals": "*fp64", "scored": "*fp64",
-        **dict.fromkeys(("lengths", "marks", "counts", "listed", "sizes", "bounds"), "*i32"),
+        "reals": "*fp64", "scored": "*fp64", "idle": "*i8",
+        **dict.fromkeys(("lengths", "least", "seen", "marks", "counts", "listed", "sizes", "bounds"), "*i32"),
     },
     triton_row_choice._take: {
         **dict.fromkeys(("logits", "ranks", "taken", "sums"), "*fp32"), "idle": "*i8",

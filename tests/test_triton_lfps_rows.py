@@ -65,8 +65,7 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
 @pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
-        (triton_row_begin, {"SPAN": 128, "LEARNT": 32, "TABLE": 64}),
-        (triton_row_candidates, {"TILE": 8}),
+        (triton_row_begin, {"SPAN": 128, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
         (triton_row_choice, {"KEYS": 16}),
         (batched_best, {"SPAN": 64, "SHORT": short}),
         (best_near, {"SAMPLE": 16}),

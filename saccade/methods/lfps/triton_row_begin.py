@@ -22,6 +22,7 @@ from saccade.ops.triton.common import begin, launched, pad, precision
 SPAN = 4096  # entries that a program compares
 LEARNT, TABLE = 1024, 2048  # entries taken in, or scaled down, in one go
 BITS = 16  # entries of a word
+TILE = 512  # words in which a program looks for candidates
 
 
 class Begun(NamedTuple):
@@ -37,11 +38,13 @@ class Begun(NamedTuple):
 
 class Seen(NamedTuple):
     """``entries`` int32 [rows * units, 2, m], which stand out of a row's tables (``_scan``); ``scores`` as before, and
-    ``least`` int32 [rows * units, 2], which of the blocks are a unit's best (``find_least``)."""
+    ``least`` int32 [rows * units, 2], which of the blocks are a unit's best (``find_least``). ``counts`` int32 [rows *
+    units, parts] of TILE words each, zeros."""
 
     entries: Tensor
     scores: Tensor | None
     least: Tensor | None
+    counts: Tensor
 
 
 def begin_step(rows: LayerRows, units: int, size: int) -> Begun:
@@ -75,17 +78,19 @@ def look(rows: LayerRows, units: int, begun: Begun, size: int) -> Seen:
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS)
     entries = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
+    counts = torch.empty(count * units, triton.cdiv(words, TILE), dtype=torch.int32, device=device)
     scores, least, near = begun.scores, None, entries
     if scores is not None:
         least = torch.empty(count * units, 2, dtype=torch.int32, device=device)
         near = torch.empty(count * units, 2, best_alone.ROOM, dtype=torch.int32, device=device)
     _look[(triton.cdiv(width, SPAN) + (scores is not None), units, count)](
         rows.words, rows.reals, rows.pages.lengths, begun.limits, entries, begun.limits if scores is None else scores,
-        entries if least is None else least, near, rows.words.stride(0), rows.reals.stride(0), words,
-        0 if scores is None else scores.shape[2], UNITS=units, SIZE=size, SPAN=SPAN, SAMPLE=best_near.SAMPLE,
-        SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=best_alone.ROOM, num_warps=8, **launched(device),
+        entries if least is None else least, near, counts, rows.words.stride(0), rows.reals.stride(0), words,
+        0 if scores is None else scores.shape[2], counts.shape[1], UNITS=units, SIZE=size, SPAN=SPAN,
+        SAMPLE=best_near.SAMPLE, SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=best_alone.ROOM, num_warps=8,
+        **launched(device),
     )  # fmt: skip
-    return Seen(entries, scores, least)
+    return Seen(entries, scores, least, counts)
 
 
 @triton.jit(
@@ -121,17 +126,22 @@ def _begin(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "blocks"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen", "scores", "least", "near"],
+    do_not_specialize=["word_row", "real_row", "width", "blocks", "parts"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen", "scores", "least", "near", "counts"],
 )
 def _look(
-    words, reals, lengths, limits, seen, scores, least, near, word_row, real_row, width, blocks,
+    words, reals, lengths, limits, seen, scores, least, near, counts, word_row, real_row, width, blocks, parts,
     UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr, SLACK: tl.constexpr,
     FEW: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a unit for its blocks, which takes longest, and others for parts of its tables."""
     begin(EARLY)
     chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if chunk == tl.num_programs(0) - 1:
+        for start in tl.range(0, parts, 256):
+            part = start + tl.arange(0, 256)
+            own = counts + (row * UNITS + unit).to(tl.int64) * parts
+            tl.store(own + part, tl.zeros([256], tl.int32), mask=part < parts)
     if SIZE > 0:
         if chunk == 0:
             find_least(

@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.lfps import triton_row_begin
 from saccade.methods.lfps.triton_row_begin import BITS, Seen
 from saccade.methods.lfps.triton_row_blocks import is_best
 from saccade.methods.lfps.triton_row_words import W, budget_at
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import BOUNDS
-from saccade.ops.triton.common import begin, launched
+from saccade.ops.triton.best_parts import BOUNDS, put_bounds
+from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists
 
-TILE = 512  # words that a program marks, or lists
+WARPS = 4
 
 
 class Found(NamedTuple):
@@ -36,25 +37,18 @@ class Found(NamedTuple):
 def candidates(rows: LayerRows, units: int, seen: Seen, idle: Tensor, size: int) -> Found:
     """By what was ``seen``, of blocks of ``size`` keys; ``idle`` as in ``Begun``."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
-    words = triton.cdiv(width, BITS)
-    parts = triton.cdiv(words, TILE)
+    words, parts = triton.cdiv(width, BITS), seen.counts.shape[1]
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
-    counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
-    blocks = 0 if seen.scores is None else seen.scores.shape[2]
-    _mark[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, idle, idle if seen.scores is None else seen.scores,
-        idle if seen.least is None else seen.least, seen.entries, marks, counts, rows.words.stride(0),
-        rows.reals.stride(0), words, blocks, UNITS=units, EACH=rows.heads // units, SIZE=size, TILE=TILE, num_warps=4,
-        **launched(device),
-    )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
     scored = torch.empty(count, units, dtype=torch.float64, device=device)
     _list[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, scored, bounds,
-        rows.words.stride(0), rows.reals.stride(0), width, words, UNITS=units, TILE=TILE,
-        PARTS=triton.next_power_of_2(parts), num_warps=4, **launched(device),
+        rows.words, rows.reals, rows.pages.lengths, idle, idle if seen.scores is None else seen.scores,
+        idle if seen.least is None else seen.least, seen.entries, marks, seen.counts, indices, *totals, scored, bounds,
+        rows.words.stride(0), rows.reals.stride(0), width, words, 0 if seen.scores is None else seen.scores.shape[2],
+        UNITS=units, EACH=rows.heads // units, SIZE=size, TILE=triton_row_begin.TILE,
+        PARTS=pad(parts, 32 * WARPS), num_warps=WARPS, **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], scored, KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
@@ -92,33 +86,23 @@ def _far(seen, word, last, base, n_words, far):
     return (lower | (upper << 16)) >> ((far + 1024) % 16)
 
 
-@triton.jit(
-    do_not_specialize=["word_row", "real_row", "n_words", "n_blocks"],
-    do_not_specialize_on_alignment=[
-        "words", "reals", "lengths", "idle", "scores", "least", "seen", "marks", "counts",
-    ],
-)  # fmt: skip
-def _mark(
-    words, reals, lengths, idle, scores, least, seen, marks, counts, word_row, real_row, n_words, n_blocks,
-    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _marked(
+    own, idle, scores, least, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks,
+    EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a part of a unit's words, none where all its heads rest or it reads everything."""
-    begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    entry = (row * UNITS + unit).to(tl.int64)
-    own = words + row.to(tl.int64) * word_row  # as in _scan
-    length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
+    """The candidates of a part of a unit's words, none where all its heads rest or it reads everything, and how many
+    they are."""
     before, after = tl.load(own + W.before).to(tl.int32), tl.load(own + W.after).to(tl.int32)
     base = length - 1 - first
     votes = 0
     for head in tl.static_range(EACH):
         votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
-    n, dense, _take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
     last = tl.cdiv(n, 16)
-    total = 0
+    word = part * TILE + tl.arange(0, TILE)
+    chosen = tl.zeros([TILE], tl.int32)
     if (length > 0) & (dense == 0) & (part * TILE < last):
         seen += entry * 2 * n_words
-        word = part * TILE + tl.arange(0, TILE)
         here = _seen_at(seen, word, last, base, n_words)
         above = here & 65535
         # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
@@ -152,8 +136,7 @@ def _mark(
         left = tl.minimum(tl.maximum(stop - word * 16, 0), 16)
         chosen = chosen & ((1 << left) - 1)
         tl.store(marks + entry * n_words + word, chosen, mask=word < last)
-        total = tl.sum(_count_bits(chosen), 0)
-    tl.store(counts + entry * tl.num_programs(0) + part, total)
+    return chosen, tl.sum(_count_bits(chosen), 0)
 
 
 @triton.jit
@@ -166,53 +149,61 @@ def _count_bits(word):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "n_words"],
+    do_not_specialize=["word_row", "real_row", "width", "n_words", "n_blocks"],
     do_not_specialize_on_alignment=[
-        "words", "reals", "lengths", "marks", "counts", "indices", "listed", "sizes", "scored", "bounds",
+        "words", "reals", "lengths", "idle", "scores", "least", "seen", "marks", "counts", "indices", "listed", "sizes",
+        "scored", "bounds",
     ],
 )  # fmt: skip
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, scored, bounds, word_row, real_row, width, n_words,
-    UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    words, reals, lengths, idle, scores, least, seen, marks, counts, indices, listed, sizes, scored, bounds, word_row,
+    real_row, width, n_words, n_blocks,
+    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything."""
+    """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything. A program says
+    in ``counts`` how many candidates its part has, and one more, and waits for what those of the parts before say;
+    these have begun before it, for programs begin in their order."""
     begin(EARLY)
     part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
-    own = words + row.to(tl.int64) * word_row  # as in _scan
+    # What the words say is loaded before it is known that it is of use: one wait instead of several.
+    own = words + row.to(tl.int64) * word_row
     length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
-    number = tl.arange(0, PARTS)
-    here = tl.load(counts + entry * parts + number, mask=number < parts, other=0)
     n, dense, take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
-    total, size = 0, 0
+    chosen, mine = _marked(
+        own, idle, scores, least, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks, EACH,
+        SIZE, TILE,
+    )  # fmt: skip
+    tl.store(counts + entry * parts + part, mine + 1)
+    number = tl.arange(0, PARTS)  # no two threads look at one word: they might not see the same
+    said = counts + entry * parts + number
+    before = tl.load(said, mask=number < part, other=1, volatile=True)
+    while tl.min(before, 0) == 0:
+        before = tl.load(said, mask=number < part, other=1, volatile=True)
+    ahead = tl.sum(before - 1, 0)  # candidates of the parts before
+    total = ahead + mine  # of all, in the last part
+    out, lane = indices + entry * width, tl.arange(0, TILE)
     if length > 0:
-        total = tl.sum(here, 0)
-        out = indices + entry * width
-        lane = tl.arange(0, TILE)
-        ahead = tl.where(dense, length, first)
-        for start in tl.range(part * TILE, ahead, parts * TILE):
-            tl.store(out + start + lane, start + lane, mask=start + lane < ahead)
+        everywhere = tl.where(dense, length, first)
+        for start in tl.range(part * TILE, everywhere, parts * TILE):
+            tl.store(out + start + lane, start + lane, mask=start + lane < everywhere)
         if dense == 0:
-            word = part * TILE + lane
-            chosen = tl.load(marks + entry * n_words + word, mask=word < tl.cdiv(n, 16), other=0)
             count = _count_bits(chosen)
-            place = first + tl.sum(tl.where(number < part, here, 0), 0) + tl.cumsum(count, 0) - count
+            place = first + ahead + tl.cumsum(count, 0) - count
+            key = first + (part * TILE + lane) * 16
             for bit in tl.static_range(16):
                 marked = (chosen >> bit) & 1
-                tl.store(out + place, first + word * 16 + bit, mask=marked != 0)
+                tl.store(out + place, key + bit, mask=marked != 0)
                 place += marked
-            for start in tl.range(part * TILE, local, parts * TILE):
+    if part == parts - 1:
+        if (length > 0) & (dense == 0):
+            for start in tl.range(0, local, TILE):
                 behind = out + first + total + start + lane
                 tl.store(behind, length - local + start + lane, mask=start + lane < local)
-        size = tl.where(dense, length, first + total + local)
-    if part == 0:
+        size = tl.where(length > 0, tl.where(dense, length, first + total + local), 0)
         tl.store(listed + entry, total)
         tl.store(scored + entry, (total + tl.full([], 0, tl.int32)).to(tl.float64) / UNITS)
         tl.store(sizes + entry, size)
-        own_bounds = bounds + entry * 5
-        tl.store(own_bounds, first)
-        tl.store(own_bounds + 1, first + total)
-        tl.store(own_bounds + 2, 0)
-        tl.store(own_bounds + 3, 0)
-        tl.store(own_bounds + 4, tl.where(length > 0, take, 0))
+        put_bounds(bounds, entry, first, first + total, 0, 0, tl.where(length > 0, take, 0))
