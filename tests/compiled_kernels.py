@@ -289,11 +289,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     alone = {**room, "WORDS": best_parts.WORDS, "EACH": 1, "SPAN": batched_best.SPAN, "EARLY": True}
     found.append((best_alone._alone, alone, {"num_warps": 8}))
     begun = {"LEARNT": triton_row_begin.LEARNT, "TABLE": triton_row_begin.TABLE, "GROUP": 16}
-    looking = {**room, "UNITS": 32, "SIZE": 8, "SPAN": triton_row_begin.SPAN, "EARLY": True}
+    looking = {**room, "SPAN": triton_row_begin.SPAN, "SEARCHED": triton_row_begin.SEARCHED, "EARLY": True}
+    looking["ROOM"] = triton_row_begin.ROOM
     for units, size in ((32, 8), (8, 8), (32, 0)):
         own = {**decoding, **begun, "UNITS": units, "SIZE": size, "PRECISION": "tf32"}
-        found.append((triton_row_begin._begin, own, {"num_warps": 4}))
-        found.append((triton_row_begin._look, {**looking, "UNITS": units, "SIZE": size}, {"num_warps": 8}))
+        found.append((triton_row_begin._begin, own, {"num_warps": 4, "maxnreg": 96}))
+        found.append(
+            (triton_row_begin._look, {**looking, "UNITS": units, "SIZE": size}, {"num_warps": 8, "maxnreg": 80})
+        )
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
     words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
     for kernel, warps in (

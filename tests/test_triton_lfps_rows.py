@@ -65,7 +65,7 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
 @pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
-        (triton_row_begin, {"SPAN": 128, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
+        (triton_row_begin, {"SPAN": 128, "SEARCHED": 32, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
         (triton_row_choice, {"KEYS": 16}),
         (batched_best, {"SPAN": 64, "SHORT": short}),
         (best_near, {"SAMPLE": 16}),
@@ -145,7 +145,7 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
 @pytest.mark.parametrize("blocks", [9, 0, 200])
 def test_the_best_blocks_by_their_means(blocks, unit, monkeypatch):
     """Beside the tables' entries, which are those of a launch without blocks."""
-    monkeypatch.setattr(triton_row_begin, "SPAN", 64)
+    monkeypatch.setattr(triton_row_begin, "SEARCHED", 32)
     monkeypatch.setattr(best_near, "SAMPLE", 16)
     monkeypatch.setattr(best_alone, "FEW", 8)
     method, rng = LFPS(blocks=blocks, block_size=4, unit=unit), torch.Generator().manual_seed(5)

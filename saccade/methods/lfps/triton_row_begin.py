@@ -20,7 +20,8 @@ from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad, precision
 
 SPAN = 4096  # entries that a program compares
-LEARNT, TABLE = 1024, 2048  # entries taken in, or scaled down, in one go
+LEARNT, TABLE = 512, 1024  # entries taken in, or scaled down, in one go
+SEARCHED, ROOM = 2048, 2048  # blocks searched in one go, and put aside at most
 BITS = 16  # entries of a word
 TILE = 512  # words in which a program looks for candidates
 
@@ -67,7 +68,7 @@ def begin_step(rows: LayerRows, units: int, size: int) -> Begun:
         rows.words.stride(0), rows.reals.stride(0), blocks, rows.scale, rows.softcap or 0.0,
         **static(
             rows, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads), PRECISION=precision(q.dtype),
-            CAPPED=rows.softcap is not None, LEARNT=LEARNT, TABLE=TABLE, num_warps=4,
+            CAPPED=rows.softcap is not None, LEARNT=LEARNT, TABLE=TABLE, num_warps=4, maxnreg=96,
         ),
     )  # fmt: skip
     return Begun(limits, idle, instead, scores)
@@ -82,13 +83,13 @@ def look(rows: LayerRows, units: int, begun: Begun, size: int) -> Seen:
     scores, least, near = begun.scores, None, entries
     if scores is not None:
         least = torch.empty(count * units, 2, dtype=torch.int32, device=device)
-        near = torch.empty(count * units, 2, best_alone.ROOM, dtype=torch.int32, device=device)
+        near = torch.empty(count * units, 2, ROOM, dtype=torch.int32, device=device)
     _look[(triton.cdiv(width, SPAN) + (scores is not None), units, count)](
         rows.words, rows.reals, rows.pages.lengths, begun.limits, entries, begun.limits if scores is None else scores,
         entries if least is None else least, near, counts, rows.words.stride(0), rows.reals.stride(0), words,
         0 if scores is None else scores.shape[2], counts.shape[1], UNITS=units, SIZE=size, SPAN=SPAN,
-        SAMPLE=best_near.SAMPLE, SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=best_alone.ROOM, num_warps=8,
-        **launched(device),
+        SEARCHED=SEARCHED, SAMPLE=best_near.SAMPLE, SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=ROOM, num_warps=8,
+        maxnreg=80, **launched(device),
     )  # fmt: skip
     return Seen(entries, scores, least, counts)
 
@@ -131,8 +132,8 @@ def _begin(
 )
 def _look(
     words, reals, lengths, limits, seen, scores, least, near, counts, word_row, real_row, width, blocks, parts,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, SAMPLE: tl.constexpr, SLACK: tl.constexpr,
-    FEW: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, SEARCHED: tl.constexpr, SAMPLE: tl.constexpr,
+    SLACK: tl.constexpr, FEW: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program a unit for its blocks, which takes longest, and others for parts of its tables."""
     begin(EARLY)
@@ -145,8 +146,8 @@ def _look(
     if SIZE > 0:
         if chunk == 0:
             find_least(
-                scores, lengths, words, least, near, word_row, blocks, unit, row, UNITS, SIZE, SAMPLE, SLACK, SPAN,
-                FEW, ROOM,
+                scores, lengths, words, least, near, word_row, blocks, unit, row, UNITS, SIZE, SAMPLE, SLACK,
+                SEARCHED, FEW, ROOM,
             )  # fmt: skip
         else:
             _scan(words, reals, lengths, limits, seen, word_row, real_row, width, chunk - 1, unit, row, UNITS, SPAN)

@@ -74,19 +74,22 @@ def take_in(
                     tl.debug_barrier()  # other threads read the entries
                 tl.store(scales, scale)
                 number = tl.arange(0, SPAN)
+                key_after = tl.load(keys + number, mask=number < count, other=0)
+                gain_after = tl.load(gains + number, mask=number < count, other=0.0)
                 for start in tl.range(0, count, SPAN):
                     inside = start + number < count
-                    key = tl.load(keys + start + number, mask=inside, other=0)
-                    gain = tl.load(gains + start + number, mask=inside, other=0.0)
-                    gain = (gain.to(tl.float64) / scale).to(tl.float32)
-                    before = tl.load(vertical + key - first, mask=inside, other=0.0)
-                    tl.store(vertical + key - first, before + gain, mask=inside)
-                    sums_v += _powers(before + gain, before, inside)
+                    key, gain = key_after, (gain_after.to(tl.float64) / scale).to(tl.float32)
                     distance = until.to(tl.int32) - 1 - key
                     ahead = inside & (distance >= 0)
-                    before = tl.load(slash + distance, mask=ahead, other=0.0)
-                    tl.store(slash + distance, before + gain, mask=ahead)
-                    sums_s += _powers(before + gain, before, ahead)
+                    before_v = tl.load(vertical + key - first, mask=inside, other=0.0)
+                    before_s = tl.load(slash + distance, mask=ahead, other=0.0)
+                    following = start + SPAN + number  # on their way meanwhile
+                    key_after = tl.load(keys + following, mask=following < count, other=0)
+                    gain_after = tl.load(gains + following, mask=following < count, other=0.0)
+                    tl.store(vertical + key - first, before_v + gain, mask=inside)
+                    tl.store(slash + distance, before_s + gain, mask=ahead)
+                    sums_v += _powers(before_v + gain, before_v, inside)
+                    sums_s += _powers(before_s + gain, before_s, ahead)
                 tl.store(sums + power, sums_v)
                 tl.store(sums + 4 + power, sums_s)
                 tl.debug_barrier()  # other threads read them
