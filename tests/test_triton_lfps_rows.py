@@ -12,11 +12,12 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from covering import spread
 from lfps_helpers import row_of
+from lfps_row_cases import HEADS, KV_HEADS, LENGTHS, LONGEST, best_by_sorting, opened, whether_best
 
-from saccade.methods.device_state import REALS, WORDS, Opening
+from saccade.methods.device_state import Opening
 from saccade.methods.lfps import LFPS, triton_row_begin, triton_row_candidates, triton_row_choice
 from saccade.methods.lfps.choosing import candidates, join_blocks, threshold
-from saccade.methods.lfps.recorded import Marks, Reals, RecordedTables
+from saccade.methods.lfps.recorded import Marks, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
 from saccade.methods.lfps.state import LFPSState
 from saccade.methods.lfps.tables import ScoreTables, learnt
@@ -26,7 +27,6 @@ from saccade.ops.triton import batched_best, best_alone, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.decode import Pages
 
-HEADS, KV_HEADS, LENGTHS, LONGEST = 4, 2, [0, 77, 250], 256
 ABOVE = 0x3F000000 - (1 << 31)  # 0.5, as ordered_bits has it
 OPTIONS = [
     {"k": 40, "before": 19, "after": 0, "blocks": 3, "block_size": 16},
@@ -35,31 +35,6 @@ OPTIONS = [
     {"k": 30, "before": 3, "after": 17, "sinks": 3, "blocks": 9, "block_size": 8, "unit": "kv_head"},
     {"k": 6, "blocks": 1, "block_size": 32, "sinks": 0},  # forced keys alone
 ]
-
-
-def opened(method: LFPS, units: int, rng: torch.Generator) -> tuple[LayerRows, list]:
-    words, reals = torch.zeros(3, WORDS, dtype=torch.int64), torch.zeros(3, REALS, dtype=torch.float64)
-    states: list = [None] * 3
-    for row, length in enumerate(LENGTHS):
-        if length:
-            sinks = method.sinks
-            vertical, slash = torch.rand(2, units, length - 1 - sinks, generator=rng) ** 40
-            tables = ScoreTables.of(vertical, slash, sinks, length - 2)
-            nothing = torch.zeros(KV_HEADS, 16)
-            state = LFPSState(tables, nothing, nothing, 0, torch.zeros(HEADS), length - 1)
-            kv = SimpleNamespace(pool=SimpleNamespace(storage=SimpleNamespace(device=torch.device("cpu"))))
-            states[row] = RecordedTables(Opening([state], kv, SimpleNamespace(), 0, length), method)
-            words[row, : len(states[row].words(0))] = torch.tensor(states[row].words(0))
-            reals[row, : len(Reals._fields)] = torch.tensor(states[row].reals(0), dtype=torch.float64)
-    pool, none = torch.randn(40, KV_HEADS, 16, 16, generator=rng), torch.zeros(3, dtype=torch.int32)
-    table = torch.randperm(40, generator=rng)[:32].to(torch.int32).repeat(3, 1, 1)
-    pages = Pages(pool, pool, table, torch.tensor(LENGTHS, dtype=torch.int32), LONGEST)
-    q = torch.zeros(3, HEADS, 16)
-    return LayerRows(0, q, pages, words, reals, torch.zeros(3, 4, dtype=torch.float64), none, none, 1.0), states
-
-
-def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
-    return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
 
 
 @pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
@@ -168,13 +143,7 @@ def test_the_best_blocks_by_their_means(blocks, unit, monkeypatch):
             bound, edge = seen.least[entry].tolist()
             found = seen.scores[row, unit, : length // 4]
             torch.testing.assert_close(found, scores)
-            order = [
-                (bits ^ (-1 if bits < 0 else -(1 << 31))) & 0xFFFFFFFF
-                for bits in (found + 0.0).view(torch.int32).tolist()
-            ]
-            bound &= 0xFFFFFFFF
-            best = [at for at, one in enumerate(order) if one > bound or (one == bound and at <= edge)]
-            assert best == best_by_sorting(scores, min(blocks, length // 4))
+            assert whether_best(found, bound, edge) == best_by_sorting(scores, min(blocks, length // 4))
             assert torch.equal(seen.entries[entry, :, :known], plain.entries[entry, :, :known])
 
 

@@ -1,15 +1,24 @@
-"""LFPS's rows on a GPU that recorded steps do not take (audited, drafted) against the same rows on the host."""
+"""LFPS on a GPU: rows that recorded steps do not take (audited, drafted) against the same rows on the host, and the
+candidates of recorded steps whose rows are long, against sorting and the host's."""
 
 from __future__ import annotations
+
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import planted_heads
+from lfps_row_cases import HEADS, KV_HEADS, best_by_sorting, opened, whether_best
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.lfps import LFPS
+from saccade.methods.lfps.choosing import candidates, join_blocks
+from saccade.methods.lfps.triton_row_begin import begin_step, look
+from saccade.methods.lfps.triton_row_candidates import candidates as listed_candidates
 from saccade.ops import Call, run
+from saccade.ops.triton.batched_best import find_best
 from saccade.selection import Candidates
 
 N, PROMPT = 3000, 2985
@@ -57,3 +66,63 @@ def test_steps_are_those_of_the_host(options):
         assert float(error) < 2e-2
     assert state.tables.vertical.is_cuda
     assert torch.isfinite(state.tables.sums).all()
+
+
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+def test_candidates_of_long_rows(unit):
+    """Lists of many parts, each of which waits for those before, time and again the same."""
+    method, rng = LFPS(unit=unit, epsilon=1.0), torch.Generator().manual_seed(7)
+    units, lengths, longest = HEADS if unit == "q_head" else KV_HEADS, [140_003, 0, 70_000, 3001], 147_456
+    rows, states = opened(method, units, rng, lengths, longest, "cuda")
+    size = method.block_size
+    means = torch.randn(4, longest // size, KV_HEADS, 16, generator=rng).cuda()
+    means[2] = (means[2] * 2).round()  # ties
+    rows.q = torch.randn(4, HEADS, 16, generator=rng).round().cuda()
+    rows.summaries = SimpleNamespace(pointers=torch.tensor([one.data_ptr() for one in means], device="cuda"))
+    made = []
+    for _ in range(20):
+        begun = begin_step(rows, units, size)
+        seen = look(rows, units, begun, size)
+        made.append((seen, listed_candidates(rows, units, seen, begun.idle, size)))
+    seen = made[0][0]
+    for row, length in enumerate(lengths):
+        first, n = method.sinks, length - method.sinks
+        if not length:
+            continue
+        tables = states[row].states[0].tables
+        base = torch.full((units,), length - 1 - first, device="cuda")
+        offsets, indices = candidates(tables, n, n - 6, method.a, "paper", (1, 2), base)
+        for unit_number in range(units):
+            entry = row * units + unit_number
+            scores = seen.scores[row, unit_number, : length // size]
+            best = whether_best(scores, *seen.least[entry].tolist())
+            assert best == best_by_sorting(scores.cpu(), method.blocks)
+            own = indices[offsets[unit_number] : offsets[unit_number + 1]].cpu()
+            blocks = torch.tensor([best], dtype=torch.int32)
+            _, wanted = join_blocks(torch.tensor([0, len(own)]), own, blocks, size, first, length - 6)
+            keys = [*range(first), *wanted.tolist(), *range(length - 6, length)]
+            for _, again in made:
+                lists = again.lists
+                assert int(lists.counts[entry]) == len(keys)
+                assert lists.indices[entry, : len(keys)].tolist() == keys
+                assert int(again.listed[entry]) == len(wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "equal"])
+def test_short_lists_among_long_ones(kind):
+    """Searched by a program each, those too long for its room among them."""
+    rng = torch.Generator("cuda").manual_seed(11)
+    scores = torch.randn(2, 8, 147_456, generator=rng, device="cuda")
+    scores = {"plain": scores, "ties": (4 * scores).round(), "equal": scores * 0}[kind]
+    bounds = torch.tensor([[4, 8000 + 300 * at, 0, 0, 2600] for at in range(15)] + [[4, 147_000, 0, 0, 70_000]])
+    best = find_best(scores, bounds.int().cuda(), usual=8192)
+    for entry, (first, last, *_, take) in enumerate(bounds.tolist()):
+        line = scores[entry // 8, entry % 8, first:last]
+        least = line.sort(descending=True).values[take - 1]
+        bits = int((least + 0.0).view(torch.int32))
+        bound, spare = best.words[entry, 2182:].tolist()
+        assert bound == bits ^ (-1 if bits < 0 else -(2**31))
+        assert spare == take - int((line > least).sum())
+        part = math.ceil(math.ceil((last - first) / 2048) / best.parts) * 2048
+        present = math.ceil((last - first) / part)
+        assert best.taken[entry, :present].sum(0).tolist() == [int((line > least).sum()), int((line == least).sum())]
