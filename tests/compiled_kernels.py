@@ -298,7 +298,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (triton_row_begin._look, {**looking, "UNITS": units, "SIZE": size}, {"num_warps": 8, "maxnreg": 80})
         )
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
-    words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
+    words |= {
+        "EACH_PAD": 1,
+        "WORDS": best_parts.WORDS,
+        "CHUNK": 1024,
+        "KEYS": 32,
+        "PRECISION": "tf32",
+        "MOST": 128,
+        "ASKED": 32,
+    }
     for kernel, warps in (
         (triton_row_candidates._list, 4), (triton_row_choice._take, 8),
         (triton_row_choice._read, 4), (triton_row_rest._join, 4),

@@ -112,14 +112,15 @@ OTHERS = {
     triton_row_choice._take: {
         **dict.fromkeys(("logits", "ranks", "taken", "sums"), "*fp32"), "idle": "*i8",
         **dict.fromkeys(("bounds", "known", "counted", "sizes", "lengths", "counts"), "*i32"),
+        **dict.fromkeys(("tables", "marks", "listed"), "*i32"), "reals": "*fp64", "scale": "fp32",
+        **dict.fromkeys(("instead", "rest"), "*fp32"),
     },
     triton_row_choice._read: {
         "v_pool": "*bf16", **dict.fromkeys(("tables", "lengths", "counts"), "*i32"), "idle": "*i8",
         **dict.fromkeys(("logits", "sums", "parts"), "*fp32"),
     },
     triton_row_rest._join: {
-        **dict.fromkeys(("tables", "lengths", "marks", "listed"), "*i32"), "reals": "*fp64", "idle": "*i8",
-        **dict.fromkeys(("instead", "parts", "total"), "*fp32"), "joined": "*bf16", "scale": "fp32",
+        "lengths": "*i32", "reals": "*fp64", "joined": "*bf16", **dict.fromkeys(("rest", "parts", "total"), "*fp32"),
     },
     products._product: {
         **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "scales": "*fp32", "parts": "*fp32",

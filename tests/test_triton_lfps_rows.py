@@ -25,7 +25,8 @@ from saccade.methods.lfps.triton_row_begin import begin_step, look
 from saccade.methods.lfps.triton_row_rest import join_rest
 from saccade.ops.triton import batched_best, best_alone, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.best_parts import BOUNDS
+from saccade.ops.triton.decode import KeyLists, Pages
 
 ABOVE = 0x3F000000 - (1 << 31)  # 0.5, as ordered_bits has it
 OPTIONS = [
@@ -41,7 +42,7 @@ OPTIONS = [
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
         (triton_row_begin, {"SPAN": 128, "SEARCHED": 32, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
-        (triton_row_choice, {"KEYS": 16}),
+        (triton_row_choice, {"KEYS": 16, "ASKED": 16}),
         (batched_best, {"SPAN": 64, "SHORT": short}),
         (best_near, {"SAMPLE": 16}),
     ):
@@ -55,7 +56,8 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     idle[8:10], idle[11] = 1, 1  # of the last row two heads, or a whole KV head, and another head rest
     size = method.block_size if method.blocks else 0
     marked = (torch.rand(3 * units, LONGEST // size, generator=rng) < 0.05).to(torch.int8) if size else None
-    seen = look(rows, units, begin_step(rows, units, 0), 0)
+    begun = begin_step(rows, units, 0)._replace(idle=idle)
+    seen = look(rows, units, begun, 0)
     if marked is not None:
         seen = seen._replace(
             scores=marked.float().view(3, units, -1), least=torch.tensor([[ABOVE, -1]] * 3 * units).int()
@@ -63,7 +65,7 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     found = triton_row_candidates.candidates(rows, units, seen, idle, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
-    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
+    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, begun, LONGEST)
     parts, lse = triton_row_choice.read_values(rows, units, chosen, idle)
     out = parts.sum(2).view(3, HEADS, 16)
     assert chosen.lists.counts[:HEADS].tolist() == [0] * HEADS
@@ -208,7 +210,8 @@ def test_who_rests_and_what_stands_for_the_rest(unit, probes, softcap):
     words, reals = torch.tensor([row.words(0)]), torch.tensor([row.reals(0)], dtype=torch.float64)
     none = torch.zeros(1, dtype=torch.int32)
     rows = LayerRows(0, query.q[:, 0][None], pages, words, reals, torch.zeros(1, 4), none, none, 0.2, softcap)
-    _, idle, instead, _ = begin_step(rows, units, 0)
+    begun = begin_step(rows, units, 0)
+    idle, instead = begun.idle, begun.instead
     assert torch.equal(idle.bool(), share > method.epsilon)
     assert 0 < int(idle.sum()) < heads
     torch.testing.assert_close(instead, expected[:, 1], rtol=1e-5, atol=1e-5)
@@ -222,7 +225,15 @@ def test_who_rests_and_what_stands_for_the_rest(unit, probes, softcap):
     marks = (bits.int() << torch.arange(16)).sum(2).int()
     parts, lse = torch.randn(1, units, 2, heads // units, 16), torch.randn(1, heads)
     own = parts.sum(2).view(heads, 16), lse[0]
-    out, total = join_rest(rows, parts, lse, marks, listed_keys.sum(1).int(), idle, instead, units)
+    lists = KeyLists(
+        None, torch.zeros(units, dtype=torch.int32), torch.zeros(units, 208, dtype=torch.int32), units, 1, 208
+    )
+    bounds = torch.zeros(units, BOUNDS, dtype=torch.int32)
+    found = triton_row_candidates.Found(marks, listed_keys.sum(1).int(), torch.zeros(1, units), lists, bounds)
+    none = torch.zeros(1, heads, 208)
+    chosen = triton_row_choice.choose(rows, units, none, none[:, :units], found, begun, 208)
+    torch.testing.assert_close(chosen.rest, rest, rtol=1e-5, atol=1e-5)
+    out, total = join_rest(rows, parts, lse, chosen.rest, units)
     value = state.mean_value.repeat_interleave(heads // KV_HEADS, 0)
     wanted = torch.logaddexp(own[1], rest)
     torch.testing.assert_close(total[0], wanted, rtol=1e-5, atol=1e-5)

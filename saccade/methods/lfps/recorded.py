@@ -113,12 +113,12 @@ class ForeseenKeys(OwnReading["LFPS"]):
 
         units = self.units
         begun = begin_step(rows, units, self.size)
-        idle, instead = begun.idle, begun.instead
+        idle = begun.idle
         found = candidates(rows, units, look(rows, units, begun, self.size), idle, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
-        chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
+        chosen = choose(rows, units, logits, ranks, found, begun, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
-        out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
+        out, lse = join_rest(rows, parts, lse, chosen.rest, units)
         return LayerRead(out, lse, chosen.lists, None, found.scored)
 
 

@@ -10,34 +10,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.lfps.recorded import MOST_PROBES
+from saccade.methods.lfps.triton_row_begin import Begun
 from saccade.methods.lfps.triton_row_candidates import Found
-from saccade.methods.lfps.triton_row_words import MARKS, M, W, pointer, static
+from saccade.methods.lfps.triton_row_rest import ask_probes
+from saccade.methods.lfps.triton_row_words import MARKS, M, W, pointer, query_of, static
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
-from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import begin, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.readers import load_values
 
 KEYS = 32  # whose values are read in one go
 USUAL = 1 << 13  # candidates
+ASKED = 32  # probes that a program asks in one go
 
 
 class Chosen(NamedTuple):
     """``lists`` of every query head, those of a unit's heads in one place; ``logits`` float32 [rows * heads, room] in
     base 2, in their order; ``sums`` float32 [rows * heads, 3, parts]: of what a part of a list adds to a head's
-    softmax, the greatest logit, the sum over it, and that of the keys that are learnt."""
+    softmax, the greatest logit, the sum over it, and that of the keys that are learnt. ``rest`` float32 [rows * heads]:
+    what the other keys weigh, as log-sum-exp (triton_row_rest.py)."""
 
     lists: KeyLists
     logits: Tensor
     sums: Tensor
+    rest: Tensor
 
 
-def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, room: int) -> Chosen:
+def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, begun: Begun, room: int) -> Chosen:
     """The forced keys and the best candidates, by ``ranks`` [rows, units, n] of the entries of ``found.lists``, and of
-    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them."""
+    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them. Probes of
+    what is left are asked beside."""
+    q = query_of(rows)
     device, count = rows.q.device, rows.count
     room = min(room, rows.pages.longest)
     lists, each = count * rows.heads, rows.heads // units
@@ -47,15 +55,21 @@ def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Fo
     indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
     sums = torch.empty(lists, 3, best.parts, dtype=torch.float32, device=device)
+    rest = torch.empty(lists, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(each)
-    _take[(best.parts, units, count)](
+    _take[(best.parts, units + rows.heads, count)](
         logits, ranks, found.bounds, best.words, best.taken, found.lists.counts, found.lists.indices, rows.words,
-        rows.pages.lengths, idle, starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
-        UNITS=units, EACH=each, EACH_PAD=padded, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
-        SPAN=batched_best.SPAN, CHUNK=max(16, batched_best.SPAN // min(padded, 4)), num_warps=8, maxnreg=64,
-        **launched(device),
+        rows.pages.lengths, begun.idle, starts, counts, indices, taken, sums, q, rows.pages.k, rows.pages.tables,
+        rows.reals, found.marks, found.listed, begun.instead, rest, rows.words.stride(0), found.lists.longest, room,
+        q.stride(0), q.stride(1), *rows.pages.table_strides, rows.reals.stride(0), found.marks.shape[1], rows.scale,
+        rows.softcap or 0.0,
+        **static(
+            rows, UNITS=units, EACH=each, EACH_PAD=padded, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
+            SPAN=batched_best.SPAN, CHUNK=max(16, batched_best.SPAN // min(padded, 4)), MOST=MOST_PROBES, ASKED=ASKED,
+            CAPPED=rows.softcap is not None, num_warps=8, maxnreg=64,
+        ),
     )  # fmt: skip
-    return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums)
+    return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums, rest)
 
 
 def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,21 +120,45 @@ def _put(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "width", "room"],
+    do_not_specialize=["word_row", "width", "room", "table_stride", "table_head", "real_row", "n_words"],
     do_not_specialize_on_alignment=[
         "logits", "ranks", "bounds", "known", "counted", "sizes", "found", "words", "lengths", "idle", "starts",
-        "counts", "indices", "taken", "sums",
+        "counts", "indices", "taken", "sums", "tables", "reals", "marks", "listed", "instead", "rest",
     ],
 )  # fmt: skip
 def _take(
     logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
-    word_row, width, room,
+    q_ptr, k_pool, tables, reals, marks, listed, instead, rest, word_row, width, room, q_row, q_head, table_stride,
+    table_head, real_row, n_words, scale, softcap,
     UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, ASKED: tl.constexpr, CAPPED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A unit's programs take their shares of what is taken; one program a head asks its probes."""
+    begin(EARLY)
+    part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if place >= HEADS:
+        _take_part(
+            logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken,
+            sums, word_row, width, room, part, place - HEADS, row, UNITS, EACH, EACH_PAD, PARTS, WORDS, SPAN, CHUNK,
+        )  # fmt: skip
+    elif part == 0:
+        ask_probes(
+            q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, rest, q_row, q_head,
+            table_stride, table_head, word_row, real_row, n_words, scale, softcap, place, row, UNITS, MOST, ASKED,
+            HEADS, KV_HEADS, D, D_PAD, PAGE, CAPPED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _take_part(
+    logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
+    word_row, width, room, part, unit, row,
+    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a unit's candidates those that are taken, and of its forced keys some."""
-    begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
     member = tl.arange(0, EACH_PAD)

@@ -188,7 +188,7 @@ def _parts(x, part, OPERAND: tl.constexpr):
 def _operand(code, BITS: tl.constexpr, OPERAND: tl.constexpr):
     """Codes as a product takes them, of up to 4 bits with 16 added in bfloat16: those are the upper bits of a fraction
     below a fixed exponent, and put there in half the time that a conversion takes."""
-    if OPERAND == tl.bfloat16 and BITS <= 4:
+    if tl.bfloat16 == OPERAND and BITS <= 4:
         return ((code << 3) | 0x4180).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return code.to(tl.float32).to(OPERAND)
@@ -252,7 +252,7 @@ def _estimate(
             found = tl.dot(one, _operand(a, BITS, OPERAND), input_precision="tf32x3")
             found = tl.dot(two, _operand(b, BITS, OPERAND), found, input_precision="tf32x3")
             found = tl.sum(tl.reshape(found, [PARTS, MEMBERS, TILE]), 0)
-            if OPERAND == tl.bfloat16 and BITS <= 4:
+            if tl.bfloat16 == OPERAND and BITS <= 4:
                 found -= 16.0 * total[:, None]
             logits = (found * step[None, :] + total[:, None] * low[None, :] + means[:, None]) * scale
             if CAPPED:
