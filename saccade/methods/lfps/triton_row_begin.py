@@ -55,16 +55,16 @@ def begin_step(rows: LayerRows, units: int, size: int) -> Begun:
     limits = torch.empty(count * units, 4, dtype=torch.float32, device=device)
     idle = torch.empty(count * rows.heads, dtype=torch.int8, device=device)
     instead = torch.empty(count * rows.heads, dtype=torch.float32, device=device)
-    blocks, scores, parts = 0, None, 0
+    blocks, scores, parts, pointers = 0, None, 0, rows.pages.lengths  # unused pointers must still be pointers
     if size:
         assert summaries is not None
+        pointers = summaries.pointers
         blocks = max(1, rows.pages.longest // size)
         scores = torch.empty(count, units, blocks, dtype=torch.float32, device=device)
         parts = triton.cdiv(blocks, EACH)
     _begin[(units + rows.heads + parts * rows.kv_heads, count)](
-        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals,
-        rows.pages.lengths if not size else summaries.pointers, limits, idle, instead,
-        instead if scores is None else scores, q.stride(0), q.stride(1), *rows.pages.table_strides,
+        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, pointers, limits, idle,
+        instead, instead if scores is None else scores, q.stride(0), q.stride(1), *rows.pages.table_strides,
         rows.words.stride(0), rows.reals.stride(0), blocks, rows.scale, rows.softcap or 0.0,
         **static(
             rows, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads), PRECISION=precision(q.dtype),
