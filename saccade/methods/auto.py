@@ -78,6 +78,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "measured costs"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    joins_heads: ClassVar[str | None] = "it measures its costs, which each process would by itself"
     host_only: ClassVar[str | None] = "it turns from one method to another between two steps"
     tail_rows: ClassVar[int] = max(method.tail_rows for method in CANDIDATES.values())
 
