@@ -99,7 +99,7 @@ OTHERS = {
     },
     triton_row_begin._begin: {
         **dict.fromkeys(("tables", "lengths"), "*i32"), "reals": "*fp64", "pointers": "*i64", "idle": "*i8",
-        **dict.fromkeys(("limits", "instead"), "*fp32"), "scale": "fp32",
+        **dict.fromkeys(("limits", "instead"), "*fp32"), "scale": "fp32", "rows": "i32",
     },
     triton_row_begin._look: {
         **dict.fromkeys(("lengths", "seen", "least", "near", "counts"), "*i32"), "reals": "*fp64", "limits": "*fp32",

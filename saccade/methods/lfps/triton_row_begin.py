@@ -62,10 +62,10 @@ def begin_step(rows: LayerRows, units: int, size: int) -> Begun:
         blocks = max(1, rows.pages.longest // size)
         scores = torch.empty(count, units, blocks, dtype=torch.float32, device=device)
         parts = triton.cdiv(blocks, EACH)
-    _begin[(units + rows.heads + parts * rows.kv_heads, count)](
+    _begin[((units + rows.heads + parts * rows.kv_heads) * count,)](
         q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, pointers, limits, idle,
         instead, instead if scores is None else scores, q.stride(0), q.stride(1), *rows.pages.table_strides,
-        rows.words.stride(0), rows.reals.stride(0), blocks, rows.scale, rows.softcap or 0.0,
+        rows.words.stride(0), rows.reals.stride(0), blocks, count, rows.scale, rows.softcap or 0.0,
         **static(
             rows, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads), PRECISION=precision(q.dtype),
             CAPPED=rows.softcap is not None, LEARNT=LEARNT, TABLE=TABLE, num_warps=4, maxnreg=96,
@@ -84,10 +84,10 @@ def look(rows: LayerRows, units: int, begun: Begun, size: int) -> Seen:
     if scores is not None:
         least = torch.empty(count * units, 2, dtype=torch.int32, device=device)
         near = torch.empty(count * units, 2, ROOM, dtype=torch.int32, device=device)
-    _look[(triton.cdiv(width, SPAN) + (scores is not None), units, count)](
+    _look[((triton.cdiv(width, SPAN) + (scores is not None)) * units * count,)](
         rows.words, rows.reals, rows.pages.lengths, begun.limits, entries, begun.limits if scores is None else scores,
         entries if least is None else least, near, counts, rows.words.stride(0), rows.reals.stride(0), words,
-        0 if scores is None else scores.shape[2], counts.shape[1], UNITS=units, SIZE=size, SPAN=SPAN,
+        0 if scores is None else scores.shape[2], counts.shape[1], units * count, UNITS=units, SIZE=size, SPAN=SPAN,
         SEARCHED=SEARCHED, SAMPLE=best_near.SAMPLE, SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=ROOM, num_warps=8,
         maxnreg=80, **launched(device),
     )  # fmt: skip
@@ -95,21 +95,21 @@ def look(rows: LayerRows, units: int, begun: Begun, size: int) -> Seen:
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "blocks"],
+    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "blocks", "rows"],
     do_not_specialize_on_alignment=[
         "tables", "lengths", "words", "reals", "pointers", "limits", "idle", "instead", "scores",
     ],
 )  # fmt: skip
 def _begin(
     q_ptr, k_pool, tables, lengths, words, reals, pointers, limits, idle, instead, scores, q_row, q_head, table_stride,
-    table_head, word_row, real_row, blocks, scale, softcap,
+    table_head, word_row, real_row, blocks, rows, scale, softcap,
     UNITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
     LEARNT: tl.constexpr, TABLE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs of three kinds, those that wait for most first."""
+    """Programs of three kinds, those that wait for most first, of all rows: they begin in their order."""
     begin(EARLY)
-    place, row = tl.program_id(0), tl.program_id(1)
+    place, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     if place < UNITS:
         take_in(words, reals, lengths, limits, word_row, real_row, place, row, UNITS, LEARNT, TABLE)
     elif place < UNITS + HEADS:
@@ -127,21 +127,23 @@ def _begin(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "blocks", "parts"],
+    do_not_specialize=["word_row", "real_row", "width", "blocks", "parts", "lists"],
     do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen", "scores", "least", "near", "counts"],
 )
 def _look(
     words, reals, lengths, limits, seen, scores, least, near, counts, word_row, real_row, width, blocks, parts,
+    lists,
     UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, SEARCHED: tl.constexpr, SAMPLE: tl.constexpr,
     SLACK: tl.constexpr, FEW: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program a unit for its blocks, which takes longest, and others for parts of its tables."""
+    """A program a unit for its blocks, which takes longest and so begins first, and others for parts of its tables."""
     begin(EARLY)
-    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if chunk == tl.num_programs(0) - 1:
+    chunk, entry = tl.program_id(0) // lists, tl.program_id(0) % lists
+    unit, row = entry % UNITS, entry // UNITS
+    if chunk == tl.num_programs(0) // lists - 1:
         for start in tl.range(0, parts, 256):
             part = start + tl.arange(0, 256)
-            own = counts + (row * UNITS + unit).to(tl.int64) * parts
+            own = counts + entry.to(tl.int64) * parts
             tl.store(own + part, tl.zeros([256], tl.int32), mask=part < parts)
     if SIZE > 0:
         if chunk == 0:
