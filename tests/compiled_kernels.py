@@ -22,6 +22,7 @@ from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
 from saccade.methods.lfps import (
     triton_row_begin,
+    triton_row_blocks,
     triton_row_candidates,
     triton_row_choice,
     triton_row_rest,
@@ -36,8 +37,6 @@ from saccade.ops.triton import (
     batched_guesses,
     batched_labels,
     batched_rank,
-    best_alone,
-    best_near,
     best_parts,
     block_pairs,
     block_rows,
@@ -285,18 +284,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (batched_guesses._share, {**guessing, **shared}, {"num_warps": 4}),
         (batched_guesses._in_order, {**guessing, **held}, {"num_warps": batched_guesses.HELD // 256}),
     ]
-    room = {"SAMPLE": best_near.SAMPLE, "SLACK": best_near.SLACK, "FEW": best_alone.FEW, "ROOM": best_alone.ROOM}
-    alone = {**room, "WORDS": best_parts.WORDS, "EACH": 1, "SPAN": batched_best.SPAN, "EARLY": True}
-    found.append((best_alone._alone, alone, {"num_warps": 8}))
-    begun = {"LEARNT": triton_row_begin.LEARNT, "TABLE": triton_row_begin.TABLE, "GROUP": 16}
-    looking = {**room, "SPAN": triton_row_begin.SPAN, "SEARCHED": triton_row_begin.SEARCHED, "EARLY": True}
-    looking["ROOM"] = triton_row_begin.ROOM
+    begun = {"LEARNT": triton_row_begin.LEARNT, "TABLE": triton_row_begin.TABLE, "GROUP": 16, "PRECISION": "tf32"}
     for units, size in ((32, 8), (8, 8), (32, 0)):
-        own = {**decoding, **begun, "UNITS": units, "SIZE": size, "PRECISION": "tf32"}
+        own = {**decoding, **begun, "UNITS": units, "SIZE": size}
         found.append((triton_row_begin._begin, own, {"num_warps": 4, "maxnreg": 96}))
-        found.append(
-            (triton_row_begin._look, {**looking, "UNITS": units, "SIZE": size}, {"num_warps": 8, "maxnreg": 80})
-        )
+    found.append(
+        (triton_row_begin._scan, {"UNITS": 32, "SPAN": triton_row_begin.SPAN, "EARLY": True}, {"num_warps": 8})
+    )
+    marking = {"HELD": triton_row_blocks.HELD, "SPAN": 1024, "EARLY": True}
+    found.append((triton_row_blocks._mark_held, marking, {"num_warps": 16, "maxnreg": 64}))
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
     words |= {
         "EACH_PAD": 1,

@@ -7,6 +7,7 @@ from saccade.methods.flexprefill import triton_blocks as flex_blocks
 from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
 from saccade.methods.lfps import (
     triton_row_begin,
+    triton_row_blocks,
     triton_row_candidates,
     triton_row_choice,
     triton_row_rest,
@@ -19,7 +20,6 @@ from saccade.ops.triton import (
     batched_guesses,
     batched_labels,
     batched_rank,
-    best_alone,
     block_pairs,
     block_rows,
     block_summaries,
@@ -98,16 +98,16 @@ OTHERS = {
         **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
     },
     triton_row_begin._begin: {
-        **dict.fromkeys(("tables", "lengths"), "*i32"), "reals": "*fp64", "pointers": "*i64", "idle": "*i8",
+        **dict.fromkeys(("tables", "lengths", "bounds"), "*i32"), "reals": "*fp64", "pointers": "*i64", "idle": "*i8",
         **dict.fromkeys(("limits", "instead"), "*fp32"), "scale": "fp32", "rows": "i32",
     },
-    triton_row_begin._look: {
-        **dict.fromkeys(("lengths", "seen", "least", "near", "counts"), "*i32"), "reals": "*fp64", "limits": "*fp32",
+    triton_row_begin._scan: {
+        **dict.fromkeys(("lengths", "seen", "counts"), "*i32"), "reals": "*fp64", "limits": "*fp32",
     },
-    best_alone._alone: dict.fromkeys(("bounds", "taken", "near"), "*i32"),
+    triton_row_blocks._mark_held: {"bounds": "*i32"},
     triton_row_candidates._list: {
-        "reals": "*fp64", "scored": "*fp64", "idle": "*i8",
-        **dict.fromkeys(("lengths", "least", "seen", "marks", "counts", "listed", "sizes", "bounds"), "*i32"),
+        "reals": "*fp64", "scored": "*fp64", **dict.fromkeys(("idle", "blocks"), "*i8"),
+        **dict.fromkeys(("lengths", "seen", "marks", "counts", "listed", "sizes", "bounds"), "*i32"),
     },
     triton_row_choice._take: {
         **dict.fromkeys(("logits", "ranks", "taken", "sums"), "*fp32"), "idle": "*i8",

@@ -54,11 +54,3 @@ def opened(
 
 def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
     return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
-
-
-def whether_best(scores: torch.Tensor, bound: int, edge: int) -> list[int]:
-    """What kernels take by the bits of the least score and the last entry that has it."""
-    bits = (scores + 0.0).view(torch.int32).cpu().long()
-    order = torch.where(bits < 0, ~bits, bits + (1 << 31)) & 0xFFFFFFFF
-    bound &= 0xFFFFFFFF
-    return ((order > bound) | ((order == bound) & (torch.arange(len(order)) <= edge))).nonzero()[:, 0].tolist()

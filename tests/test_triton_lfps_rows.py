@@ -12,10 +12,10 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from covering import spread
 from lfps_helpers import row_of
-from lfps_row_cases import HEADS, KV_HEADS, LENGTHS, LONGEST, best_by_sorting, opened, whether_best
+from lfps_row_cases import HEADS, KV_HEADS, LENGTHS, LONGEST, best_by_sorting, opened
 
 from saccade.methods.device_state import Opening
-from saccade.methods.lfps import LFPS, triton_row_begin, triton_row_candidates, triton_row_choice
+from saccade.methods.lfps import LFPS, triton_row_begin, triton_row_blocks, triton_row_candidates, triton_row_choice
 from saccade.methods.lfps.choosing import candidates, join_blocks, threshold
 from saccade.methods.lfps.recorded import Marks, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
@@ -23,12 +23,11 @@ from saccade.methods.lfps.state import LFPSState
 from saccade.methods.lfps.tables import ScoreTables, learnt
 from saccade.methods.lfps.triton_row_begin import begin_step, look
 from saccade.methods.lfps.triton_row_rest import join_rest
-from saccade.ops.triton import batched_best, best_alone, best_near
+from saccade.ops.triton import batched_best, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.decode import KeyLists, Pages
 
-ABOVE = 0x3F000000 - (1 << 31)  # 0.5, as ordered_bits has it
 OPTIONS = [
     {"k": 40, "before": 19, "after": 0, "blocks": 3, "block_size": 16},
     {"k": 150, "before": 1, "after": 18, "a": 0.9, "unit": "kv_head", "blocks": 2, "block_size": 4},
@@ -41,7 +40,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("options", "short"), spread(OPTIONS, [0, 8]), ids=str)  # by parts, by one program
 def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
-        (triton_row_begin, {"SPAN": 128, "SEARCHED": 32, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
+        (triton_row_begin, {"SPAN": 128, "LEARNT": 32, "TABLE": 64, "TILE": 8}),
         (triton_row_choice, {"KEYS": 16, "ASKED": 16}),
         (batched_best, {"SPAN": 64, "SHORT": short}),
         (best_near, {"SAMPLE": 16}),
@@ -57,11 +56,9 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     size = method.block_size if method.blocks else 0
     marked = (torch.rand(3 * units, LONGEST // size, generator=rng) < 0.05).to(torch.int8) if size else None
     begun = begin_step(rows, units, 0)._replace(idle=idle)
-    seen = look(rows, units, begun, 0)
+    seen = look(rows, units, begun)
     if marked is not None:
-        seen = seen._replace(
-            scores=marked.float().view(3, units, -1), least=torch.tensor([[ABOVE, -1]] * 3 * units).int()
-        )
+        seen = seen._replace(blocks=marked)
     found = triton_row_candidates.candidates(rows, units, seen, idle, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
@@ -119,33 +116,31 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
 
 
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
-@pytest.mark.parametrize("blocks", [9, 0, 200])
-def test_the_best_blocks_by_their_means(blocks, unit, monkeypatch):
-    """Beside the tables' entries, which are those of a launch without blocks."""
-    monkeypatch.setattr(triton_row_begin, "SEARCHED", 32)
-    monkeypatch.setattr(best_near, "SAMPLE", 16)
-    monkeypatch.setattr(best_alone, "FEW", 8)
+@pytest.mark.parametrize(("blocks", "held"), [(9, 32), (9, 512), (0, 512), (200, 32)])
+def test_the_best_blocks_by_their_means(blocks, held, unit, monkeypatch):
+    """Marked by one program, and by parts; beside the tables' entries, which are those of a step without blocks."""
+    monkeypatch.setattr(batched_best, "SPAN", 32)
+    monkeypatch.setattr(batched_best, "SHORT", 1)
+    monkeypatch.setattr(triton_row_blocks, "HELD", held)
     method, rng = LFPS(blocks=blocks, block_size=4, unit=unit), torch.Generator().manual_seed(5)
     units = HEADS if unit == "q_head" else KV_HEADS
     rows, _ = opened(method, units, rng)
-    plain = look(rows, units, begin_step(rows, units, 0), 0)
+    plain = look(rows, units, begin_step(rows, units, 0))
     means = torch.randn(3, LONGEST // 4, KV_HEADS, 16, generator=rng).mul(2).round() / 2
     q = torch.randn(3, HEADS, 16, generator=rng).round()
     summaries = SimpleNamespace(pointers=torch.tensor([one.data_ptr() for one in means]))
     rows.q, rows.summaries = q, summaries  # type: ignore[assignment]
-    seen = look(rows, units, begin_step(rows, units, 4), 4)
-    assert seen.scores is not None
-    assert seen.least is not None
+    seen = look(rows, units, begin_step(rows, units, 4))
+    assert seen.blocks is not None
     for row, length in list(enumerate(LENGTHS))[1:]:
-        known = -(-(length - method.sinks) // 16) if length - method.sinks > method.budget(length - method.sinks) else 0
+        n = length - method.sinks
+        known = -(-n // 16) if n > method.budget(n) else 0
         for unit in range(units):
             entry, each = row * units + unit, HEADS // units
             heads = q[row, unit * each : (unit + 1) * each]
             scores = (means[row, : length // 4, unit * each // 2] @ heads.T).mean(1)
-            bound, edge = seen.least[entry].tolist()
-            found = seen.scores[row, unit, : length // 4]
-            torch.testing.assert_close(found, scores)
-            assert whether_best(found, bound, edge) == best_by_sorting(scores, min(blocks, length // 4))
+            best = seen.blocks[entry, : length // 4].nonzero()[:, 0].tolist()
+            assert best == best_by_sorting(scores, min(blocks, length // 4))
             assert torch.equal(seen.entries[entry, :, :known], plain.entries[entry, :, :known])
 
 

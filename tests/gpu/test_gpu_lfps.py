@@ -3,13 +3,12 @@ candidates of recorded steps whose rows are long, against sorting and the host's
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import planted_heads
-from lfps_row_cases import HEADS, KV_HEADS, best_by_sorting, opened, whether_best
+from lfps_row_cases import HEADS, KV_HEADS, best_by_sorting, opened
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
@@ -18,7 +17,6 @@ from saccade.methods.lfps.choosing import candidates, join_blocks
 from saccade.methods.lfps.triton_row_begin import begin_step, look
 from saccade.methods.lfps.triton_row_candidates import candidates as listed_candidates
 from saccade.ops import Call, run
-from saccade.ops.triton.batched_best import find_best
 from saccade.selection import Candidates
 
 N, PROMPT = 3000, 2985
@@ -82,9 +80,9 @@ def test_candidates_of_long_rows(unit):
     made = []
     for _ in range(20):
         begun = begin_step(rows, units, size)
-        seen = look(rows, units, begun, size)
-        made.append((seen, listed_candidates(rows, units, seen, begun.idle, size)))
-    seen = made[0][0]
+        seen = look(rows, units, begun)
+        made.append((begun, seen, listed_candidates(rows, units, seen, begun.idle, size)))
+    begun, seen, _ = made[0]
     for row, length in enumerate(lengths):
         first, n = method.sinks, length - method.sinks
         if not length:
@@ -94,35 +92,15 @@ def test_candidates_of_long_rows(unit):
         offsets, indices = candidates(tables, n, n - 6, method.a, "paper", (1, 2), base)
         for unit_number in range(units):
             entry = row * units + unit_number
-            scores = seen.scores[row, unit_number, : length // size]
-            best = whether_best(scores, *seen.least[entry].tolist())
+            scores = begun.scores[row, unit_number, : length // size]
+            best = seen.blocks[entry, : length // size].nonzero()[:, 0].tolist()
             assert best == best_by_sorting(scores.cpu(), method.blocks)
             own = indices[offsets[unit_number] : offsets[unit_number + 1]].cpu()
             blocks = torch.tensor([best], dtype=torch.int32)
             _, wanted = join_blocks(torch.tensor([0, len(own)]), own, blocks, size, first, length - 6)
             keys = [*range(first), *wanted.tolist(), *range(length - 6, length)]
-            for _, again in made:
+            for *_, again in made:
                 lists = again.lists
                 assert int(lists.counts[entry]) == len(keys)
                 assert lists.indices[entry, : len(keys)].tolist() == keys
                 assert int(again.listed[entry]) == len(wanted)
-
-
-@pytest.mark.parametrize("kind", ["plain", "ties", "equal"])
-def test_short_lists_among_long_ones(kind):
-    """Searched by a program each, those too long for its room among them."""
-    rng = torch.Generator("cuda").manual_seed(11)
-    scores = torch.randn(2, 8, 147_456, generator=rng, device="cuda")
-    scores = {"plain": scores, "ties": (4 * scores).round(), "equal": scores * 0}[kind]
-    bounds = torch.tensor([[4, 8000 + 300 * at, 0, 0, 2600] for at in range(15)] + [[4, 147_000, 0, 0, 70_000]])
-    best = find_best(scores, bounds.int().cuda(), usual=8192)
-    for entry, (first, last, *_, take) in enumerate(bounds.tolist()):
-        line = scores[entry // 8, entry % 8, first:last]
-        least = line.sort(descending=True).values[take - 1]
-        bits = int((least + 0.0).view(torch.int32))
-        bound, spare = best.words[entry, 2182:].tolist()
-        assert bound == bits ^ (-1 if bits < 0 else -(2**31))
-        assert spare == take - int((line > least).sum())
-        part = math.ceil(math.ceil((last - first) / 2048) / best.parts) * 2048
-        present = math.ceil((last - first) / part)
-        assert best.taken[entry, :present].sum(0).tolist() == [int((line > least).sum()), int((line == least).sum())]

@@ -114,7 +114,7 @@ class ForeseenKeys(OwnReading["LFPS"]):
         units = self.units
         begun = begin_step(rows, units, self.size)
         idle = begun.idle
-        found = candidates(rows, units, look(rows, units, begun, self.size), idle, self.size)
+        found = candidates(rows, units, look(rows, units, begun), idle, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, begun, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)

@@ -1,6 +1,6 @@
 """What LFPS's recorded steps find out of keys before any is read: what the step before has learnt, who rests, how well
-the means of blocks agree with the queries; and then which table entries stand out, and which blocks are the best. Each
-is short and waits for memory, so that those which do not need each other share a launch."""
+the means of blocks agree with the queries; and then which table entries stand out. Each of the first is short and waits
+for memory, and none needs another, so that they share a launch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_blocks import EACH, find_least, mean_scores
+from saccade.methods.lfps.triton_row_blocks import EACH, best_blocks, mean_scores
 from saccade.methods.lfps.triton_row_learning import take_in
 from saccade.methods.lfps.triton_row_rest import find_rest
 from saccade.methods.lfps.triton_row_words import W, budget_at, pointer, query_of, static
-from saccade.ops.triton import best_alone, best_near
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched, pad, precision
 
 SPAN = 4096  # entries that a program compares
 LEARNT, TABLE = 512, 1024  # entries taken in, or scaled down, in one go
-SEARCHED, ROOM = 2048, 2048  # blocks searched in one go, and put aside at most
 BITS = 16  # entries of a word
 TILE = 512  # words in which a program looks for candidates
 
@@ -29,22 +28,22 @@ TILE = 512  # words in which a program looks for candidates
 class Begun(NamedTuple):
     """``limits`` float32 [rows * units, 4]: mean and threshold of the vertical table, and of the slash table. ``idle``
     int8 [rows * heads], who is bypassed, and ``instead`` float32 [rows * heads], what stands then for all that a head
-    leaves out, as log-sum-exp. ``scores`` float32 [rows, units, n] of blocks, None where none name candidates."""
+    leaves out, as log-sum-exp. ``scores`` float32 [rows, units, n] of blocks and ``bounds`` int32 [rows * units,
+    BOUNDS], as ``best_blocks`` takes them; None where none name candidates."""
 
     limits: Tensor
     idle: Tensor
     instead: Tensor
     scores: Tensor | None
+    bounds: Tensor | None
 
 
 class Seen(NamedTuple):
-    """``entries`` int32 [rows * units, 2, m], which stand out of a row's tables (``_scan``); ``scores`` as before, and
-    ``least`` int32 [rows * units, 2], which of the blocks are a unit's best (``find_least``). ``counts`` int32 [rows *
-    units, parts] of TILE words each, zeros."""
+    """``entries`` int32 [rows * units, 2, m], which stand out of a row's tables (``_scan``). ``blocks`` int8 [rows *
+    units, n], 1 for the best. ``counts`` int32 [rows * units, parts] of TILE words each, zeros."""
 
     entries: Tensor
-    scores: Tensor | None
-    least: Tensor | None
+    blocks: Tensor | None
     counts: Tensor
 
 
@@ -55,54 +54,52 @@ def begin_step(rows: LayerRows, units: int, size: int) -> Begun:
     limits = torch.empty(count * units, 4, dtype=torch.float32, device=device)
     idle = torch.empty(count * rows.heads, dtype=torch.int8, device=device)
     instead = torch.empty(count * rows.heads, dtype=torch.float32, device=device)
-    blocks, scores, parts, pointers = 0, None, 0, rows.pages.lengths  # unused pointers must still be pointers
+    blocks, scores, bounds, parts = 0, None, None, 0
+    pointers = rows.pages.lengths  # unused pointers must still be pointers
     if size:
         assert summaries is not None
         pointers = summaries.pointers
         blocks = max(1, rows.pages.longest // size)
         scores = torch.empty(count, units, blocks, dtype=torch.float32, device=device)
+        bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
         parts = triton.cdiv(blocks, EACH)
     _begin[((units + rows.heads + parts * rows.kv_heads) * count,)](
         q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, pointers, limits, idle,
-        instead, instead if scores is None else scores, q.stride(0), q.stride(1), *rows.pages.table_strides,
-        rows.words.stride(0), rows.reals.stride(0), blocks, count, rows.scale, rows.softcap or 0.0,
+        instead, instead if scores is None else scores, pointers if bounds is None else bounds, q.stride(0),
+        q.stride(1), *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), blocks, count, rows.scale,
+        rows.softcap or 0.0,
         **static(
             rows, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads), PRECISION=precision(q.dtype),
             CAPPED=rows.softcap is not None, LEARNT=LEARNT, TABLE=TABLE, num_warps=4, maxnreg=96,
         ),
     )  # fmt: skip
-    return Begun(limits, idle, instead, scores)
+    return Begun(limits, idle, instead, scores, bounds)
 
 
-def look(rows: LayerRows, units: int, begun: Begun, size: int) -> Seen:
-    """Which table entries and which blocks are worth a look; ``size`` as in :func:`begin_step`."""
+def look(rows: LayerRows, units: int, begun: Begun) -> Seen:
+    """Which table entries and which blocks are worth a look."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS)
     entries = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, triton.cdiv(words, TILE), dtype=torch.int32, device=device)
-    scores, least, near = begun.scores, None, entries
-    if scores is not None:
-        least = torch.empty(count * units, 2, dtype=torch.int32, device=device)
-        near = torch.empty(count * units, 2, ROOM, dtype=torch.int32, device=device)
-    _look[((triton.cdiv(width, SPAN) + (scores is not None)) * units * count,)](
-        rows.words, rows.reals, rows.pages.lengths, begun.limits, entries, begun.limits if scores is None else scores,
-        entries if least is None else least, near, counts, rows.words.stride(0), rows.reals.stride(0), words,
-        0 if scores is None else scores.shape[2], counts.shape[1], units * count, UNITS=units, SIZE=size, SPAN=SPAN,
-        SEARCHED=SEARCHED, SAMPLE=best_near.SAMPLE, SLACK=best_near.SLACK, FEW=best_alone.FEW, ROOM=ROOM, num_warps=8,
-        maxnreg=80, **launched(device),
+    _scan[(triton.cdiv(width, SPAN), units, count)](
+        rows.words, rows.reals, rows.pages.lengths, begun.limits, entries, counts, rows.words.stride(0),
+        rows.reals.stride(0), words, counts.shape[1], UNITS=units, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
-    return Seen(entries, scores, least, counts)
+    if begun.scores is None or begun.bounds is None:
+        return Seen(entries, None, counts)
+    return Seen(entries, best_blocks(begun.scores, begun.bounds), counts)
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "blocks", "rows"],
     do_not_specialize_on_alignment=[
-        "tables", "lengths", "words", "reals", "pointers", "limits", "idle", "instead", "scores",
+        "tables", "lengths", "words", "reals", "pointers", "limits", "idle", "instead", "scores", "bounds",
     ],
 )  # fmt: skip
 def _begin(
-    q_ptr, k_pool, tables, lengths, words, reals, pointers, limits, idle, instead, scores, q_row, q_head, table_stride,
-    table_head, word_row, real_row, blocks, rows, scale, softcap,
+    q_ptr, k_pool, tables, lengths, words, reals, pointers, limits, idle, instead, scores, bounds, q_row, q_head,
+    table_stride, table_head, word_row, real_row, blocks, rows, scale, softcap,
     UNITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
     LEARNT: tl.constexpr, TABLE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
@@ -121,50 +118,28 @@ def _begin(
         if SIZE > 0:
             number = place - UNITS - HEADS
             mean_scores(
-                q_ptr, pointers, lengths, scores, q_row, q_head, blocks, number // KV_HEADS, number % KV_HEADS, row,
-                UNITS, SIZE, GROUP, PRECISION, HEADS, KV_HEADS, D, D_PAD,
+                q_ptr, pointers, lengths, words, scores, bounds, q_row, q_head, word_row, blocks, number // KV_HEADS,
+                number % KV_HEADS, row, UNITS, SIZE, GROUP, PRECISION, HEADS, KV_HEADS, D, D_PAD,
             )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "blocks", "parts", "lists"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen", "scores", "least", "near", "counts"],
+    do_not_specialize=["word_row", "real_row", "width", "parts"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "seen", "counts"],
 )
-def _look(
-    words, reals, lengths, limits, seen, scores, least, near, counts, word_row, real_row, width, blocks, parts,
-    lists,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, SEARCHED: tl.constexpr, SAMPLE: tl.constexpr,
-    SLACK: tl.constexpr, FEW: tl.constexpr, ROOM: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A program a unit for its blocks, which takes longest and so begins first, and others for parts of its tables."""
-    begin(EARLY)
-    chunk, entry = tl.program_id(0) // lists, tl.program_id(0) % lists
-    unit, row = entry % UNITS, entry // UNITS
-    if chunk == tl.num_programs(0) // lists - 1:
-        for start in tl.range(0, parts, 256):
-            part = start + tl.arange(0, 256)
-            own = counts + entry.to(tl.int64) * parts
-            tl.store(own + part, tl.zeros([256], tl.int32), mask=part < parts)
-    if SIZE > 0:
-        if chunk == 0:
-            find_least(
-                scores, lengths, words, least, near, word_row, blocks, unit, row, UNITS, SIZE, SAMPLE, SLACK,
-                SEARCHED, FEW, ROOM,
-            )  # fmt: skip
-        else:
-            _scan(words, reals, lengths, limits, seen, word_row, real_row, width, chunk - 1, unit, row, UNITS, SPAN)
-    else:
-        _scan(words, reals, lengths, limits, seen, word_row, real_row, width, chunk, unit, row, UNITS, SPAN)
-
-
-@triton.jit
 def _scan(
-    words, reals, lengths, limits, seen, word_row, real_row, width, chunk, unit, row,
-    UNITS: tl.constexpr, SPAN: tl.constexpr,
+    words, reals, lengths, limits, seen, counts, word_row, real_row, width, parts,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of 16 entries of a table a word: which are above their threshold (the lower bits), and which above their mean
     (the others). The vertical table's words come before those of the slash table, which is read as it lies."""
+    begin(EARLY)
+    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
+    if chunk == 0:
+        for start in tl.range(0, parts, 256):
+            part = start + tl.arange(0, 256)
+            tl.store(counts + entry * parts + part, tl.zeros([256], tl.int32), mask=part < parts)
     # What the words say is loaded before it is known that it is of use: one wait instead of several.
     own, reals = words + row.to(tl.int64) * word_row, reals + row.to(tl.int64) * real_row
     length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)

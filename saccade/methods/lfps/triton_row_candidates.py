@@ -11,7 +11,6 @@ from torch import Tensor
 
 from saccade.methods.lfps import triton_row_begin
 from saccade.methods.lfps.triton_row_begin import BITS, Seen
-from saccade.methods.lfps.triton_row_blocks import is_best
 from saccade.methods.lfps.triton_row_words import W, budget_at
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS, put_bounds
@@ -44,9 +43,9 @@ def candidates(rows: LayerRows, units: int, seen: Seen, idle: Tensor, size: int)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
     scored = torch.empty(count, units, dtype=torch.float64, device=device)
     _list[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, idle, idle if seen.scores is None else seen.scores,
-        idle if seen.least is None else seen.least, seen.entries, marks, seen.counts, indices, *totals, scored, bounds,
-        rows.words.stride(0), rows.reals.stride(0), width, words, 0 if seen.scores is None else seen.scores.shape[2],
+        rows.words, rows.reals, rows.pages.lengths, idle, idle if seen.blocks is None else seen.blocks,
+        seen.entries, marks, seen.counts, indices, *totals, scored, bounds, rows.words.stride(0), rows.reals.stride(0),
+        width, words, 0 if seen.blocks is None else seen.blocks.shape[1],
         UNITS=units, EACH=rows.heads // units, SIZE=size, TILE=triton_row_begin.TILE,
         PARTS=pad(parts, 32 * WARPS), num_warps=WARPS, **launched(device),
     )  # fmt: skip
@@ -88,7 +87,7 @@ def _far(seen, word, last, base, n_words, far):
 
 @triton.jit
 def _marked(
-    own, idle, scores, least, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks,
+    own, idle, blocks, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks,
     EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a part of a unit's words, none where all its heads rest or it reads everything, and how many
@@ -121,13 +120,10 @@ def _marked(
         chosen = near & (here >> 16) & 65535
         if SIZE > 0:
             key = first + word * 16
-            bound = tl.load(least + entry * 2).to(tl.uint32, bitcast=True)
-            edge = tl.load(least + entry * 2 + 1)
             for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
                 block = key // SIZE + number
                 known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
-                score = tl.load(scores + entry * n_blocks + block, mask=known, other=0.0)
-                best = known & is_best(score, block, bound, edge)
+                best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
                 begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
                 ends = tl.minimum(block * SIZE + SIZE - key, 16)
                 span = (1 << tl.maximum(ends, begins)) - (1 << begins)
@@ -151,12 +147,12 @@ def _count_bits(word):
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "width", "n_words", "n_blocks"],
     do_not_specialize_on_alignment=[
-        "words", "reals", "lengths", "idle", "scores", "least", "seen", "marks", "counts", "indices", "listed", "sizes",
+        "words", "reals", "lengths", "idle", "blocks", "seen", "marks", "counts", "indices", "listed", "sizes",
         "scored", "bounds",
     ],
 )  # fmt: skip
 def _list(
-    words, reals, lengths, idle, scores, least, seen, marks, counts, indices, listed, sizes, scored, bounds, word_row,
+    words, reals, lengths, idle, blocks, seen, marks, counts, indices, listed, sizes, scored, bounds, word_row,
     real_row, width, n_words, n_blocks,
     UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -173,7 +169,7 @@ def _list(
     length, first = tl.load(lengths + row), tl.load(own + W.sinks).to(tl.int32)
     n, dense, take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
     chosen, mine = _marked(
-        own, idle, scores, least, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks, EACH,
+        own, idle, blocks, seen, marks, entry, part, length, first, n, dense, local, n_words, n_blocks, EACH,
         SIZE, TILE,
     )  # fmt: skip
     tl.store(counts + entry * parts + part, mine + 1)

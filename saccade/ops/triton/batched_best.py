@@ -4,7 +4,7 @@ Long lists take a radix search: what the least score taken is comes out six to t
 counts the digits of the scores that agree with the bits known so far; counts are whole numbers, so the order in which
 programs add them does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a
 part's entries go (best_parts.known_at). Other lists take one launch or two. Lengths are read on the device; nothing
-goes through the host. Lists that are usually short are searched by a program each (best_alone.py).
+goes through the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.best_alone import search_alone
 from saccade.ops.triton.best_near import search_near
 from saccade.ops.triton.best_parts import KNOWN, WORDS, bounds_at, part_at
 from saccade.ops.triton.common import begin, launched, processors
@@ -25,7 +24,7 @@ from saccade.ops.triton.radix_select import least_held, ordered_bits
 
 SPAN = 2048  # entries that a program takes in one go
 SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
-ALONE = 1 << 14  # entries: long lists that usually have no more are searched by one program each
+LARGE = 1 << 15  # entries
 RESIDENT = 4  # programs of eight warps that share a processor, two of sixteen
 NEAR = 72  # parts: lists of up to so many are searched by a sample (best_near.py); more would put too many aside
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
@@ -58,7 +57,7 @@ def parts_of(lists: int, longest: int, device: torch.device, some: bool = False)
     return max(1, min(most, triton.cdiv(16 * processors(device), lists)))
 
 
-def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usual: int = 1 << 30) -> Best:
+def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usual: int = LARGE) -> Best:
     """Of each list of ``scores`` float32 [rows, units, n], the best entries, ties to the lower: what is taken is above
     the least score taken, or among the first so many (``spare``) that equal it.
 
@@ -73,13 +72,9 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usua
         return _find_short(scores, bounds, active, each)
     parts = parts_of(lists, width, device, active is not None)
     taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
-    if usual <= ALONE and active is None:
-        words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
-        search_alone(scores, bounds, words, taken, each, SPAN)
-        return Best(bounds, each, words, taken)
     if width <= NEAR * SPAN:
         words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
-        search_near(scores, bounds, active, words, taken, each, SPAN, 16)
+        search_near(scores, bounds, active, words, taken, each, SPAN, 8 if usual < LARGE else 16)
         return Best(bounds, each, words, taken)
     words = torch.zeros(lists, WORDS, dtype=torch.int32, device=device)
     none = bounds
