@@ -38,6 +38,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
 from saccade.methods.policy import Policy
+from saccade.models.keeping import SlotRows
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 
@@ -178,6 +179,9 @@ class DeviceBackend(DeviceServing):
             self._learn(step, memories, results, key)
         elif audits is not None:
             audits.settle()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.moved(times)
         return results
 
     def _arranged(
@@ -276,7 +280,10 @@ class DeviceBackend(DeviceServing):
             context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
             tokens, positions = buffers.tokens[: rows * each], buffers.positions[: rows * each]
             wanted = buffers.last_tokens(rows, each) if key.prefill else None
-            kind.logits = self._forward.run(tokens, positions, context, wanted)
+            states = None
+            if pool.states is not None:
+                states = SlotRows(pool.states.tensors, buffers.reads[:rows], buffers.writes[:rows])
+            kind.logits = self._forward.run(tokens, positions, context, wanted, states)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
@@ -292,6 +299,8 @@ class DeviceBackend(DeviceServing):
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
         if not self.runs_ahead or not replayed or key.prefill or not may_follow(placed, key):
             return False
+        if key.absent and self.runner.keeping is not None:
+            return False  # a step that turns out short runs again, from states that the next one would write over
         return not key.absent or self._tiers.lets_follow(_rows(placed))
 
     @torch.inference_mode()
@@ -305,11 +314,14 @@ class DeviceBackend(DeviceServing):
         self._rooms.follow(buffers, placed)
         if audits is not None:
             audits.launch()  # before anything that they look at is written over
-        buffers.advance(choice.tokens)
+        buffers.advance(choice.tokens, swaps=True)
         dense: Tensor | None = None
         if self.watch.replays_next and not launched.key.absent:
             dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)
         self._tiers.go_ahead()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.spoilt = True
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
         choice.write(tokens, self.runner.spec.vocab_size)

@@ -69,7 +69,7 @@ class Preparing:
     def _keys(self, policy: Policy, most: int, longest: int) -> Iterator[Key]:
         """Of decode rows, and of pieces of short dense chunks: by length and number."""
         plans, decode = self._plans, self._plans.of(policy)
-        pieces = plans.prefilling(EACH)
+        pieces = plans.prefilling(EACH) if self._pool.states is None else None
         if not policy.prefill.is_dense or policy.decode.tail_rows or policy.decode.watches:
             pieces = None  # the host computes them, or the method learns from them
         keys = SHORTEST
