@@ -22,7 +22,7 @@ from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds, rounded_up
-from saccade.engine.device_prepare import Prepared, Preparing
+from saccade.engine.device_prepare import MOST, Prepared, Preparing
 from saccade.engine.device_replays import DenseReplays
 from saccade.engine.device_rooms import EACH, RowRooms
 from saccade.engine.device_rows import RowBuffers
@@ -290,10 +290,12 @@ class DeviceBackend(DeviceServing):
 
         return kind, forward
 
-    def prepare(self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
-        """Record steps before they are asked for: see device_prepare."""
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int = 1
+    ) -> Prepared:
+        """Record steps before they are asked for: see device_prepare. At most one ``share``-th of those that may be."""
         preparing = Preparing(pool, self._plans, self._rooms, self.kinds, self._kind)
-        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds)
+        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds, MOST // share)
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
