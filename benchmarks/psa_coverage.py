@@ -25,7 +25,7 @@ from saccade.engine.messages import AddRequest
 from saccade.engine.observe import AttentionCall, observing
 from saccade.engine.params import SamplingParams
 from saccade.eval.facts import make_facts, plant
-from saccade.eval.prose import generate
+from saccade.prose import generate
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
 

@@ -15,7 +15,7 @@ from tiny_models import random_ids
 from saccade import LLM, SamplingParams
 from saccade.errors import PolicyError, SaccadeError
 from saccade.eval.facts import is_correct, make_facts, plant
-from saccade.eval.prose import generate
+from saccade.prose import generate
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS

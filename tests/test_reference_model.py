@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from saccade.errors import ModelError
 from saccade.eval.facts import Fact, is_correct, make_facts, plant
-from saccade.eval.prose import generate
+from saccade.prose import generate
 from saccade.models import cached, reference
 from saccade.models.reference import cache, codes, rotary
 from saccade.models.reference.layout import LAYERS

@@ -12,6 +12,7 @@ from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
+from saccade.engine.automatic import Automatic
 from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
 from saccade.engine.host_calls import Setting
@@ -102,6 +103,7 @@ class Engine:
         )
         self.masks = Masks(config.grammar_seconds)
         self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size)
+        self.automatic = Automatic(self)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.prefixes)
         self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
@@ -115,6 +117,10 @@ class Engine:
     def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
         """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
         None where none are recorded. Before the first step."""
+        if policy.deferred:
+            ends = [self.prepare(one, seconds / 2) for one in self.automatic.ends()]
+            done = [one for one in ends if one is not None]
+            return sum(done[1:], done[0]) if done else None
         spec, device = self.model.spec, self.worker.device
         if device is not None and self.worker.host.setting.fa4:
             fa4.prepare(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self.model.device)
@@ -184,8 +190,13 @@ class Engine:
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
-        self.checks.policy(policy)
         self.checks.request(params, map_order)
+        asked = policy
+        if policy.deferred and shares is not None:
+            policy, became = shares.policy, shares.report.became
+        else:
+            policy, became = self.automatic.settled(policy, kept + len(prompt), len(prompt), params.max_tokens)
+        self.checks.policy(policy)
         policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint, self.masks)
@@ -203,7 +214,10 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        request.report.asked, request.report.became = asked.text, became
         request.report.places = self.model.spec.places
+        if became is not None:
+            request.report.note(became)
         if located is not None:
             request.report.note(located)
         if map_order is not None:

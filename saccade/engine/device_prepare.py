@@ -39,6 +39,11 @@ class Prepared:
     wanted: int
     seconds: float
 
+    def __add__(self, other: Prepared) -> Prepared:
+        return Prepared(
+            self.recorded + other.recorded, self.wanted + other.wanted, self.seconds + other.seconds
+        )
+
 
 class Preparing:
     """For steps over ``pool`` whose ``kind`` says what launches them over buffers of ``rooms``."""

@@ -46,8 +46,8 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_policy(ranks: int, policy: Policy) -> None:
-    """PolicyError for what is not dense."""
-    if ranks > 1 and policy != Policy():
+    """PolicyError for what is not dense, and does not become it."""
+    if ranks > 1 and policy != Policy() and not policy.deferred:
         raise PolicyError(
             f"policy={shown(policy.text)}: tensor_parallel_size={ranks} serves dense attention alone; give "
             "policy='dense', or tensor_parallel_size=1"

@@ -7,7 +7,7 @@ One character is about one token of the retriever.
 from __future__ import annotations
 
 from saccade.eval.facts import Fact, make_facts, plant
-from saccade.eval.prose import generate
+from saccade.prose import generate
 from saccade.eval.samples import Sample, Turn
 
 VERSION = "1"

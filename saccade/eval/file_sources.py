@@ -11,7 +11,7 @@ from typing import Any
 from saccade.errors import RequestError
 from saccade.eval import infinitebench as infinitebench_files
 from saccade.eval import longbench as longbench_files
-from saccade.eval import prose
+from saccade import prose
 from saccade.eval.haystack import file_of, read_text
 from saccade.eval.multiturn import SETS, VERSION, build, generate, render
 from saccade.eval.multiturn.segments import words

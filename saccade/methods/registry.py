@@ -41,7 +41,6 @@ METHODS: dict[str, type[Method]] = {
         AShape,
         ArkVale,
         CIS,
-        Auto,
         DenseMethod,
         DoubleSparsity,
         FlashPrefill,
@@ -73,5 +72,5 @@ METHODS: dict[str, type[Method]] = {
 # What joins a method in a policy: windows and freezes.
 MODIFIERS: dict[str, type[PolicyPart]] = {part.name: part for part in (ETF, PSAW)}
 
-# What has a decode method for an option, and does more with it than decode by it.
-AROUND: dict[str, type[Method]] = {method.name: method for method in (Lossless,)}
+# What runs by other methods: one that verifies what another drafts, and the name for what is settled later.
+AROUND: dict[str, type[Method]] = {method.name: method for method in (Auto, Lossless)}

@@ -1,0 +1,134 @@
+"""From which length a policy pays: it and dense attention run over one text, each at two lengths, once a machine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from saccade.engine.params import SamplingParams
+from saccade.methods.policy import Policy
+from saccade.models.tuned import Times
+from saccade.prose import generate
+
+if TYPE_CHECKING:
+    from saccade.engine.core import Engine
+
+logger = logging.getLogger(__name__)
+
+GAIN = 1.1  # dense has to take so many times as long: what two runs differ by is less
+STEPS = 64  # lengths that are looked at
+FURTHER = 8  # times the longest length measured, up to which what pays is predicted
+ANSWER = 17  # tokens of a timed answer; the first is the prefill's
+LENGTHS = (512, 1024, 2048, 4096)
+LENGTHS_ON_GPU = (4096, 16384)  # at fewer tokens a step is launches
+PROBE = 256  # tokens by which it is foreseen how long the timing takes
+CHARS = 6  # of a token, at most, to begin with
+_runs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """Why nothing was timed. ``later``: it may be tried again."""
+
+    why: str
+    later: bool = False
+
+
+def pays_from(times: Times, phase: str) -> int | None:
+    """The fewest tokens from which on ``phase`` takes dense attention GAIN times as long, or longer, at every length up
+    to FURTHER times the longest measured; None where there are none. Between and beyond the lengths measured, a prefill
+    is taken to cost a part in proportion to its length and one to its square, a step a constant and one in proportion;
+    below them nothing pays."""
+    dense, sparse = (_curve(times.lengths, getattr(times, name), phase) for name in (f"dense_{phase}", phase))
+    first, last = times.lengths[0], FURTHER * times.lengths[-1]
+    found = None
+    for step in range(STEPS, -1, -1):
+        length = round(first * (last / first) ** (step / STEPS))
+        if dense(length) < GAIN * sparse(length):
+            break
+        found = length
+    return found
+
+
+def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
+    """Run ``policy`` and dense attention over made prose, by turns, at the two greatest lengths for which that takes no
+    more than about so many ``seconds``. The engine must have nothing else to do."""
+    if engine.busy:
+        return Untimed("other requests were running when it was to be timed", later=True)
+    on_gpu = engine.model.device.type == "cuda"
+    most = min(engine.max_model_len, engine.checks.most_tokens) - ANSWER - 1
+    lengths = [length for length in (LENGTHS_ON_GPU if on_gpu else LENGTHS) if length <= most]
+    if len(lengths) < 2:
+        return Untimed(f"a context of {most:,} tokens is too short to time it")
+    ids = _text(engine, lengths[-1])
+    try:
+        _run(engine, ids[:PROBE], Policy())  # what a process does once
+        probe, _ = _run(engine, ids[:PROBE], Policy())
+        while not on_gpu and _foreseen(lengths, probe) > seconds and len(lengths) > 2:
+            lengths.pop()
+        if not on_gpu and _foreseen(lengths, probe) > seconds:
+            return Untimed(
+                f"timing it takes some {_foreseen(lengths, probe):.0f} s, more than {seconds:.0f}; saccade tune does it"
+            )
+        lengths = lengths[-2:]
+        logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
+        pairs = []
+        for length in lengths:
+            context = ids[:length]
+            for one in (Policy(), policy) if on_gpu else ():
+                _run(engine, context, one)  # compiles kernels, and records steps
+            pairs.append([_run(engine, context, one) for one in (Policy(), policy)])
+    except _FailedError as error:
+        return Untimed(f"timing it failed: {error}")
+    dense, own = zip(*pairs)
+    columns = [tuple(float(f"{row[at]:.4g}") for row in rows) for at in (0, 1) for rows in (dense, own)]
+    return Times(policy.text, tuple(lengths), *columns)
+
+
+class _FailedError(Exception):
+    pass
+
+
+def _run(engine: Engine, ids: list[int], policy: Policy) -> tuple[float, float]:
+    """Seconds of a prefill, and of a decode step behind it, nothing shared with other runs."""
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, audit=0.0, audit_steps=0.0)
+    request = engine.add(ids, params, policy, cache_salt=f"timing {next(_runs)}")
+    while not request.finished:
+        engine.step()
+    if request.error is not None:
+        raise _FailedError(request.error)
+    report = request.report.as_dict()
+    return max(report["prefill"]["seconds"], 1e-9), max(report["decode"]["seconds"] / (ANSWER - 1), 1e-9)
+
+
+def _text(engine: Engine, count: int) -> list[int]:
+    """So many tokens of prose; of a model without a tokenizer, of any."""
+    tokenizer, vocabulary = engine.model.tokenizer, engine.model.spec.vocab_size
+    if tokenizer.hf is None:
+        return [(17 * at * at + 31 * at + 7) % vocabulary for at in range(count)]
+    ids: list[int] = []
+    chars = CHARS * count
+    while len(ids) < count:
+        ids = tokenizer.encode(generate(chars, seed=0))
+        chars *= 2
+    return ids[:count]
+
+
+def _foreseen(lengths: Sequence[int], probe: float) -> float:
+    """Seconds that runs at the two greatest of ``lengths`` take, by a prefill of PROBE tokens: long ones take more a
+    token, and steps come beside them."""
+    return 1.5 * 2 * sum(lengths[-2:]) * probe / PROBE
+
+
+def _curve(lengths: Sequence[int], seconds: Sequence[float], phase: str) -> Callable[[float], float]:
+    """Through the times at the first and the last length, falling nowhere: a + b n of a step, a n + b n^2 of a
+    prefill."""
+    (n, m), (s, t) = (lengths[0], lengths[-1]), (seconds[0], seconds[-1])
+    if phase == "prefill":
+        s, t = s / n, t / m
+    slope = max(0.0, (t - s) / (m - n))
+    start = max(t - slope * m, 0.0) if slope else max(s, t)
+    return lambda length: (start + slope * length) * (length if phase == "prefill" else 1.0)
