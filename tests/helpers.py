@@ -306,14 +306,6 @@ MATRIX = (
         units={unit: {"budget": 192, "unit": unit} for unit in ("q_head", "kv_head")},
     ),
     MethodCase(
-        "auto",
-        ({"least": 100, "method": "lfps"}, {"least": 1, "method": "lfps"}),
-        {"least": 100_000},
-        budget=lambda m: {"least": m + 1},
-        boundary=(100,),
-        reweights=True,
-    ),
-    MethodCase(
         "topp",
         (
             {"dense_upto": 0, "p": 0.8},

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 GAIN = 1.1  # dense has to take so many times as long: what two runs differ by is less
 STEPS = 64  # lengths that are looked at
 FURTHER = 8  # times the longest length measured, up to which what pays is predicted
+REPEATS = 3  # where there is time
 ANSWER = 17  # tokens of a timed answer; the first is the prefill's
 LENGTHS = (512, 1024, 2048, 4096)
 LENGTHS_ON_GPU = (4096, 16384)  # at fewer tokens a step is launches
@@ -75,12 +76,14 @@ def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
             )
         lengths = lengths[-2:]
         logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
+        repeats = max(1, min(REPEATS, int(seconds // _foreseen(lengths, probe)))) if not on_gpu else REPEATS
         pairs = []
         for length in lengths:
             context = ids[:length]
             for one in (Policy(), policy) if on_gpu else ():
                 _run(engine, context, one)  # compiles kernels, and records steps
-            pairs.append([_run(engine, context, one) for one in (Policy(), policy)])
+            runs = [[_run(engine, context, one) for one in (Policy(), policy)] for _ in range(repeats)]
+            pairs.append([tuple(map(min, zip(*one))) for one in zip(*runs)])  # whatever disturbs makes longer
     except _FailedError as error:
         return Untimed(f"timing it failed: {error}")
     dense, own = zip(*pairs)
