@@ -195,7 +195,8 @@ class Engine:
         if policy.deferred and shares is not None:
             policy, became = shares.policy, shares.report.became
         else:
-            policy, became = self.automatic.settled(policy, kept + len(prompt), len(prompt), params.max_tokens)
+            steps = None if params.max_tokens is None else params.max_tokens + decoded
+            policy, became = self.automatic.settled(policy, kept + len(prompt), len(prompt), steps)
         self.checks.policy(policy)
         policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
