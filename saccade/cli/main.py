@@ -12,7 +12,21 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, given, info, inspect, methods, serve, tune
+from saccade.cli import (
+    calibrate,
+    chat,
+    demo,
+    doctor,
+    explain,
+    fetch,
+    generate,
+    given,
+    info,
+    inspect,
+    methods,
+    serve,
+    tune,
+)
 from saccade.cli import eval as evaluation
 from saccade.cli import sessions as kept_sessions
 from saccade.cli.options import HELP_NAMES

@@ -40,9 +40,7 @@ class Prepared:
     seconds: float
 
     def __add__(self, other: Prepared) -> Prepared:
-        return Prepared(
-            self.recorded + other.recorded, self.wanted + other.wanted, self.seconds + other.seconds
-        )
+        return Prepared(self.recorded + other.recorded, self.wanted + other.wanted, self.seconds + other.seconds)
 
 
 class Preparing:
