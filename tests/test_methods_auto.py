@@ -75,7 +75,7 @@ def test_its_text_is_read_again(text):
     "text", ["auto(least=0)", "auto(method=auto)", "auto(method=nothing)", 'auto(method="psa+psaw")', "auto(gain=2)"]
 )
 def test_bad_options(text):
-    with pytest.raises(PolicyError, match="least=0|method|gain"):
+    with pytest.raises(PolicyError, match=r"least=0|method|gain"):
         Policy.parse(text)
 
 

@@ -92,8 +92,8 @@ class Offer:
 @dataclass(frozen=True)
 class Asked:
     """What is known of a request when it comes: tokens of its whole context, those of them that are ``new``, the most
-    tokens of its ``answer`` and others that run as decode steps (None: as many as fit), and the length from which a sparse prefill may be chosen where
-    prefixes are shared: it is shared by whole chunks alone."""
+    tokens of its ``answer`` and others that run as decode steps (None: as many as fit), and the length from which a
+    sparse prefill may be chosen where prefixes are shared: it is shared by whole chunks alone."""
 
     length: int
     new: int

@@ -37,7 +37,8 @@ def thought_tokens(tokenizer: Tokenizer, thoughts: str, answer: int) -> int:
 
 
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
-    """``policy``: what ran, where one ran for all samples; ``policy_asked``: by which name. ``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
+    """``policy``: what ran, where one ran for all samples; ``policy_asked``: the name that it was asked for by.
+    ``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
     ``coverage_estimated``: the share of the weight that stopping rules estimated as read, null where none ran. Each by
     phase, null for one that did not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what
     audits found, ``bounds``: what PrHS's certificates said; null without any.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from saccade.errors import RequestError
 from saccade import prose
+from saccade.errors import RequestError
 from saccade.eval.facts import make_facts, plant
 
 FACTS = 8  # in the text that is made where none is given

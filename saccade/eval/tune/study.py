@@ -39,8 +39,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Tried:
     """One policy over the text. ``kl`` in nats and its upper end (95 %), ``agree`` from 0 to 1, ``density`` and
-    ``seconds`` of the phase that it acts in, dense's seconds beside; ``why``: what speaks against it, None where nothing
-    does."""
+    ``seconds`` of the phase that it acts in, dense's seconds beside; ``why``: what speaks against it, None where
+    nothing does."""
 
     policy: str
     phase: str
@@ -93,10 +93,10 @@ def tune(
     note: Say = lambda text: None,
     started: Callable[[LLM], Any] = lambda llm: None,
 ) -> Found:
-    """Find what the model of ``config`` allows over a text, in about so many ``seconds`` beside what dense attention takes
-    (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``rounding``: measure what bfloat16's
-    rounding does, too, which loads the model in the other dtype beside, where there is memory for that. SaccadeError as
-    for any run."""
+    """Find what the model of ``config`` allows over a text, in about so many ``seconds`` beside what dense attention
+    takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``rounding``: measure
+    what bfloat16's rounding does, too, which loads the model in the other dtype beside, where there is memory for that.
+    SaccadeError as for any run."""
     config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
     with load(config) as llm:
         started(llm)
