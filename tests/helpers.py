@@ -306,6 +306,13 @@ MATRIX = (
         units={unit: {"budget": 192, "unit": unit} for unit in ("q_head", "kv_head")},
     ),
     MethodCase(
+        "locks",
+        ({"budget": 64}, {"budget": 160, "block_size": 32, "sinks": 2, "combine": "max"}),
+        {"budget": 100_000},
+        budget=lambda m: {"budget": m},
+        boundary=(16, 32, 64, 128, 160, 320),
+    ),
+    MethodCase(
         "topp",
         (
             {"dense_upto": 0, "p": 0.8},

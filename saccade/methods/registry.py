@@ -16,6 +16,7 @@ from saccade.methods.hshare import HShare
 from saccade.methods.infinigen import InfiniGen
 from saccade.methods.infllm import InfLLM
 from saccade.methods.lfps import LFPS
+from saccade.methods.locks import Locks
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.lossless import Lossless
 from saccade.methods.magicpig import MagicPIG
@@ -50,6 +51,7 @@ METHODS: dict[str, type[Method]] = {
         InfLLM,
         InfiniGen,
         LFPS,
+        Locks,
         LoopServe,
         MagicPIG,
         MInference,
