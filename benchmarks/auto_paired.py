@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from pathlib import Path
 
 from saccade import LLM, SamplingParams
@@ -36,22 +37,25 @@ def main() -> None:
         length = min(wanted, llm.max_model_len - given.tokens - 1, len(ids))
         for policy in ("dense", given.policy):
             llm.generate([ids[:length]], params, policy=policy)  # what is done once
-        ratios: dict[str, list[float]] = {"first": [], "total": []}
+        ratios: dict[str, list[float]] = {"first": [], "total": [], "cpu": []}
         became = ""
         for turn in range(given.pairs):
             order = ("dense", given.policy) if turn % 2 == 0 else (given.policy, "dense")
-            reports = {one: llm.generate([ids[:length]], params, policy=one)[0].report for one in order}
-            for name in ratios:
-                dense, own = (
-                    reports[one][f"{name}_token_seconds" if name == "first" else "total_seconds"]
-                    for one in ("dense", given.policy)
-                )
-                ratios[name].append(own / dense)
+            reports, spent = {}, {}
+            for one in order:
+                began = time.process_time()
+                reports[one] = llm.generate([ids[:length]], params, policy=one)[0].report
+                spent[one] = time.process_time() - began
+            dense, own = (reports[one] for one in ("dense", given.policy))
+            ratios["first"].append(own["first_token_seconds"] / dense["first_token_seconds"])
+            ratios["total"].append(own["total_seconds"] / dense["total_seconds"])
+            ratios["cpu"].append(spent[given.policy] / spent["dense"])
             became = reports[given.policy]["policy"]
         row = {"length": length, "became": became, **{name: statistics.median(all) for name, all in ratios.items()}}
         rows.append(row | {"ratios": ratios})
         print(
-            f"{length} tokens: {became}; time to first token {row['first']:.3f}, whole {row['total']:.3f} of dense's",
+            f"{length} tokens: {became}; time to first token {row['first']:.3f}, whole {row['total']:.3f} of dense's, "
+            f"of its processor time {row['cpu']:.3f}",
             flush=True,
         )
     if given.out is not None:

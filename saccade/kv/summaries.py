@@ -5,8 +5,8 @@ parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound 
 mean key, ``stored_mean`` the same in the keys' dtype; ``moments`` are the mean and the variance of every channel.
 ``mean_value`` is the mean of the block's values. ``low_rank`` is LOCKS's record of bytes (kv.low_rank).
 
-The others but ``mean`` and ``mean_value`` are kept in the keys' own dtype: every decode step reads them all, so half the
-bytes is half the time. Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its
+The others but ``mean`` and ``mean_value`` are kept in the keys' own dtype: every decode step reads them all, so half
+the bytes is half the time. Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its
 digests in the model's dtype.
 """
 
