@@ -1,5 +1,5 @@
 """A block's keys as their mean and a basis of few directions, in few bits: LOCKS's page summary (docs/algorithms.md
-6.22).
+6.24).
 
 Of keys K [size, d] with the mean m: K - m = U S W' (singular values), of which the RANK greatest are kept. The
 coefficients C = U S [size, RANK] are rounded to int8 with a scale a key, the basis W [d, RANK] to int4 with a scale a

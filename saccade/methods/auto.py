@@ -8,7 +8,7 @@ policy of a request is fixed from then on: batches, chunks and recomputations ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -109,7 +109,7 @@ def settled(policy: Policy, asked: Asked, offer: Callable[[], Offer]) -> tuple[P
         return policy, None
     least = min(LEAST if part.least is None else part.least for part in phases.values())
     if asked.length < least:
-        chosen = replace(policy, **dict.fromkeys(phases, DenseMethod()))
+        chosen = _with(policy, dict.fromkeys(phases, DenseMethod()))
         return chosen, f"auto became '{chosen.text}' at {asked.length:,} tokens: shorter than {least:,}"
     known: Offer | None = None
     whys: list[str] = []
@@ -126,9 +126,14 @@ def settled(policy: Policy, asked: Asked, offer: Callable[[], Offer]) -> tuple[P
         if not method.is_dense:
             pays = "never pays here" if first is None else f"pays from {first:,} tokens on"
             whys.append(held if held is not None else f"'{method.text}' {pays}")
-    chosen = replace(policy, **found)
+    chosen = _with(policy, found)
     said = "given in the policy" if known is None else known.said
     return chosen, f"auto became '{chosen.text}' at {asked.length:,} tokens: {'; '.join([*whys, said])}"
+
+
+def _with(policy: Policy, methods: Mapping[str, Method]) -> Policy:
+    prefill, decode = (methods.get(phase, getattr(policy, phase)) for phase in ("prefill", "decode"))
+    return replace(policy, prefill=prefill, decode=decode)
 
 
 def _held_back(phase: str, asked: Asked) -> str | None:

@@ -1,4 +1,4 @@
-"""LOCKS: pages by the weight that a low-rank copy of their keys says (locks-kv; docs/algorithms.md 6.22)."""
+"""LOCKS: pages by the weight that a low-rank copy of their keys says (locks-kv; docs/algorithms.md 6.24)."""
 
 from __future__ import annotations
 

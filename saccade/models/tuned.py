@@ -128,7 +128,8 @@ def keep_times(place: Mapping[str, Any], times: Times) -> Path:
 
 
 def _times(data: Mapping[str, Any]) -> Times:
-    made = Times(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    columns: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in data.items()}
+    made = Times(**columns)
     seconds = (made.dense_prefill, made.prefill, made.dense_decode, made.decode)
     numbers = [one for row in (made.lengths, *seconds) for one in row]
     if any(len(row) != len(made.lengths) for row in seconds) or len(made.lengths) < 2:

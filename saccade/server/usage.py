@@ -64,10 +64,10 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
     bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
     sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
-    ran = {report["policy"] for report in reports}
+    policies = {report["policy"] for report in reports}
     certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
     return {
-        "policy": ran.pop() if len(ran) == 1 else policy,
+        "policy": policies.pop() if len(policies) == 1 else policy,
         "policy_asked": policy,
         **phases,
         "certified": certified,

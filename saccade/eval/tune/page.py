@@ -9,7 +9,9 @@ HEAD = ("policy", "KL to dense", "agrees", "keys read", "of dense's time", "")
 
 def table(found: Found) -> str:
     """A line a policy, in the order in which they were tried, as Markdown; bfloat16's rounding first."""
-    rows = [] if found.rounding is None else [("bfloat16", "-", f"{100 * found.rounding:.1f} %", "-", "-", "rounding")]
+    rows: list[tuple[str, ...]] = []
+    if found.rounding is not None:
+        rows.append(("bfloat16", "-", f"{100 * found.rounding:.1f} %", "-", "-", "rounding"))
     kept = None if found.tuned is None else found.tuned.policy
     rows += [_cells(one, one.policy == kept) for one in found.tried]
     lines = [HEAD, ("---", "---:", "---:", "---:", "---:", "---"), *rows]
