@@ -198,7 +198,8 @@ def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | N
             best[phase] = min(fit, key=lambda one: one.seconds)
     if len(best) < 2:
         return next(iter(best.values()), None), []
-    both = trial.of(f"{best['prefill'].policy}+{best['decode'].policy}", "prefill")
+    parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in best.items()}
+    both = trial.of(Policy(**parts).text, "prefill")
     note(f"{both.policy}: KL {both.kl:.4f}, {100 * both.agree:.1f} % agree" + (f": {both.why}" if both.why else ""))
     if both.why is None:
         return both, [both]
