@@ -140,7 +140,8 @@ def page(rows: Sequence[Row]) -> str:
     """The whole page. Raises KeyError for a frame that has no section."""
     out = [
         "# The papers' tables of answers on real models",
-        "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M, bfloat16 on a CPU. Points of 100; "
+        "S is SmolLM2-135M-Instruct, Q Qwen2.5-Coder-0.5B-Instruct, G Gemma-3-270M, bfloat16 on a CPU; Q from 8K on, "
+        "and at LoopServe's Table 4, on an H200 from its `Q4_K_M` file. Points of 100; "
         "*minus dense* is paired over the same samples, with its 95 % interval, and n is the number of samples. They "
         "are few and short: what lies within an interval is not told apart. Scores of every sample: "
         "[paper-tables.csv](paper-tables.csv). [What the papers claim](../claims.md), judged; "

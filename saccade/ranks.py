@@ -73,7 +73,7 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         spec = model.spec
         layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size)
         pool = BlockManager(KVStorage(layout, start.blocks, model.device), spec.layers)
-        setting = Setting(spec, Calibrations(spec, model.path), Watch(), config.backend, config.threads)
+        setting = Setting(spec, Calibrations(spec, model.path, rank, ranks), Watch(), config.backend, config.threads)
     except Exception as error:
         store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
         raise

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import fork_server
 import pytest
 import torch
-from engine_helpers import finish
+from engine_helpers import EVERY, finish
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, ranks
@@ -24,12 +24,16 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.host_pass import HostPass
 from saccade.engine.observe import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
+from saccade.engine.rank_limits import why_not
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, send
 from saccade.engine.ranks import OtherRank
 from saccade.engine.worker import Worker
 from saccade.errors import ModelError, PolicyError, RequestError, SaccadeError
 from saccade.kv.format import KVFormat
+from saccade.methods import labels, prehoc
+from saccade.methods.offline import KINDS
 from saccade.methods.policy import Policy
+from saccade.models.calibration import Calibrations, save_calibration
 from saccade.models.loader import load_model
 from saccade.models.shards import shard, shard_model
 from saccade.ranks import Start, serve
@@ -200,14 +204,101 @@ def brought_back(llm, saved, rows, way: str):
     return session, act(llm.engine.sessions, FinishRestore(session, saved))[1]
 
 
-def test_a_session_of_a_sparse_policy_stays_with_one_process(pair):
+def test_a_session_whose_method_knows_something_stays_with_one_process(pair):
     one, two = pair
-    session = one.session("quest")
+    session = one.session("arkvale")
     session.generate("abc", greedy(2))
     saved = one.engine.sessions.save(session.id)
     session.close()
     with pytest.raises(PolicyError, match="tensor_parallel_size=1"):
         two.engine.sessions.restore(saved, [], False)
+    session = two.session("lfps")
+    session.generate(PROMPTS[0], greedy(2))
+    with pytest.raises(PolicyError, match="keeps a state cannot be saved with tensor_parallel_size=2; use"):
+        two.engine.sessions.save(session.id)
+    session.close()
+
+
+APART = [policy for policy in EVERY if why_not(policy) is None]
+
+
+def test_few_methods_join_heads():
+    joined = {part.name for policy in EVERY if why_not(policy) for part in (policy.prefill, policy.decode)} - {"dense"}
+    assert joined == {"infllm", "arkvale", "auto", "adakv", "hshare", "random", "magicpig", "vattention", "infinigen"}
+
+
+@pytest.mark.parametrize("policy", APART, ids=lambda policy: policy.text)
+def test_every_method_that_chooses_by_head(pair, policy):
+    """Tokens, and reports of all heads, as of one process: prompts in chunks, batches, a second turn."""
+    for llm in pair:
+        llm.reset_prefix_cache()
+    own = [llm.generate(PROMPTS[:2], greedy(12), policy=policy) for llm in pair]
+    same(*own)
+    for mine, theirs in zip(*own, strict=True):
+        alike(mine.reports[0], theirs.reports[0])
+    turns = []
+    for llm in pair:
+        session = llm.session(policy)
+        turns.append([session.generate(ids, greedy(5)) for ids in PROMPTS[2:4]])
+        session.close()
+    for mine, theirs in zip(*turns, strict=True):
+        same([mine], [theirs])
+        alike(mine.reports[0], theirs.reports[0])
+
+
+def alike(mine, theirs) -> None:
+    """Two reports of the same work; counts that are means over heads may differ by their rounding."""
+    for phase in ("prefill", "decode"):
+        own, other = mine[phase], theirs[phase]
+        for name in ("keys_attended", "keys_causal", "tokens", "searches", "coverage", "kinds"):
+            assert own.get(name) == other.get(name), name
+        for name in ("keys_scored", "keys_estimated"):
+            assert own[name] == pytest.approx(other[name], abs=8 + own[name] / 500), name
+
+
+@pytest.mark.parametrize(
+    "policy", ["quest(budget=64)+psaw", "flexprefill(min_budget=0)+lfps+etf", "arkvale(unit=kv_head)"]
+)
+def test_windows_freezes_and_units(pair, policy):
+    same(*(llm.generate(PROMPTS[:2], greedy(), policy=policy) for llm in pair))
+
+
+@pytest.mark.parametrize("policy", ["lfps", "cis(k=30)", "h2o(budget=60)", "psa(epsilon=0.5, microbatch=1)"])
+def test_sparse_turns_that_are_cancelled(pair, policy):
+    answers = []
+    for llm in pair:
+        engine, chosen = llm.engine, Policy.parse(policy)
+        session = engine.sessions.open()
+        sequence, said = engine.sessions[session], []
+        for turn, keep in ((PROMPTS[0], None), (PROMPTS[3], 100), (PROMPTS[1], None)):
+            request = engine.add(turn, greedy(6), chosen, sequence, keep)
+            for _ in range(6):
+                engine.step()
+            engine.cancel(request)
+            request = engine.add(turn, greedy(6), chosen, sequence, keep)
+            finish(engine)
+            said.append(request.final_ids)
+        engine.sessions.forget(session)
+        answers.append(said)
+    assert answers[0] == answers[1]
+
+
+def test_calibrations_are_shared_out(tmp_path):
+    folder = make_checkpoint("llama", tmp_path, num_key_value_heads=2)
+    spec = load_model(folder).spec
+    rng = torch.Generator().manual_seed(3)
+    for kind in (labels.CALIBRATION, prehoc.LOCALITY):
+        shapes = KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
+        layers = [
+            {name: torch.rand(shape, generator=rng) for name, shape in shapes.items()} for _ in range(spec.layers)
+        ]
+        save_calibration(folder, kind, layers)
+        parts = [Calibrations(shard(spec, 2), folder, rank, 2).layer([kind], 1) for rank in (0, 1)]
+        for name, whole in layers[1].items():
+            if kind == prehoc.LOCALITY:
+                assert all(torch.equal(part[name], whole) for part in parts)
+            else:
+                assert torch.equal(torch.cat([part[name] for part in parts]), whole)
 
 
 def test_a_stream_that_is_left(pair):
@@ -220,10 +311,12 @@ def test_a_stream_that_is_left(pair):
 
 def test_what_several_ranks_do_not_serve_is_refused(pair):
     _, two = pair
-    with pytest.raises(PolicyError, match=r"policy='.*quest.*tensor_parallel_size=2.*policy='dense'"):
-        two.generate(PROMPTS[0], greedy(), policy="quest")
-    with pytest.raises(PolicyError, match="dense"):
-        two.session("dense+streaming")
+    with pytest.raises(PolicyError, match=r"adakv.*tensor_parallel_size=2: of adakv, its heads share one budget"):
+        two.generate(PROMPTS[0], greedy(), policy="adakv")
+    with pytest.raises(PolicyError, match="unit='kv_head' lets each KV head choose"):
+        two.session("flexprefill+arkvale")
+    with pytest.raises(PolicyError, match="drafts are chosen and checked in one process"):
+        two.session("lossless")
     for name, value in (("audit", 0.5), ("audit_steps", 1.0), ("bounds", 0.1)):
         with pytest.raises(RequestError, match=f"{name} looks at all heads.*tensor_parallel_size=1"):
             two.engine.add(PROMPTS[0], replace(greedy(), **{name: value}), Policy())
@@ -234,7 +327,7 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"policy": "psa"}, PolicyError, "dense attention alone; give policy='dense', or"),
+        ({"policy": "hshare"}, PolicyError, "of hshare, heads take the sets of others that are like them"),
         ({"device": "cuda"}, SaccadeError, "device='cpu'"),
         ({"quantize": "fp8_reference"}, SaccadeError, "leave quantize out, or give tensor_parallel_size=1"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),

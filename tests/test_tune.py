@@ -21,7 +21,6 @@ from saccade.models import tuned as files
 from saccade.models.tuned import Times
 
 NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
-PREFILL = "prefill=streaming(sinks=3, window=196), decode=dense"
 TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
 
 
@@ -86,13 +85,29 @@ def test_auto_finds_what_was_kept(tiny_llama, cache):
 
 
 def test_a_phase_each_and_both_together(tiny_llama):
-    ladders = (Ladder("decode", (NEAR,)), Ladder("prefill", (PREFILL,)))
-    found = found_of(tiny_llama, ladders=ladders)
-    both = Policy(prefill=Policy.parse(PREFILL).prefill, decode=Policy.parse(NEAR).decode)
-    assert [one.policy for one in found.tried] == [NEAR, PREFILL, both.text]
+    prefill = "flashprefill(alpha=0.0001, block_size=32)"
+    found = found_of(tiny_llama, ladders=(Ladder("decode", (NEAR,)), Ladder("prefill", (prefill,))))
+    sparse = [one.policy for one in found.tried if one.density < 1 and one.why is None]
+    assert [one.policy for one in found.tried[:2]] == [NEAR, prefill]
+    if prefill in sparse:
+        assert found.tried[2].policy == f"{prefill}+{NEAR}"
+    else:
+        assert found.tuned is not None
+        assert found.tuned.policy == NEAR
+
+
+def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
+    """The one of the two that saves more."""
+
+    def of(trial, text, phase):
+        both = "+" in text
+        return study.Tried(text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None)
+
+    monkeypatch.setattr(study._Trial, "of", of)
+    found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
+    assert [one.policy for one in found.tried] == ["psa", "sampled_rows", "sampled_rows+psa"]
     assert found.tuned is not None
-    assert found.tuned.policy == (both.text if found.tried[2].why is None else found.tuned.policy)
-    assert all(one.why is None for one in found.tried[:2])
+    assert found.tuned.policy == "psa"
 
 
 def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):

@@ -54,7 +54,7 @@ class Automatic:
         engine = self._own()
         config = engine.config
         if engine.link is not None:
-            why = f"tensor_parallel_size={config.tensor_parallel_size} serves dense attention alone"
+            why = f"nothing is timed for tensor_parallel_size={config.tensor_parallel_size}"
             return Offer(Policy(), None, None, why), True
         place = place_of(engine.model, config.threads, config.kv_dtype)
         said = "a safe preset, saccade tune may find better"

@@ -74,7 +74,7 @@ class Engine:
         self.link = link
         self.layers = model.spec.layers
         self.watch = Watch()
-        calibrations = Calibrations(model.spec, model.path)
+        calibrations = Calibrations(model.spec, model.path, 0, config.tensor_parallel_size)
         device = getattr(model.runner, "device", None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from saccade.engine.params import SamplingParams
 from saccade.errors import PolicyError, RequestError, SaccadeError, shown
+from saccade.methods.base import Method
 from saccade.methods.policy import Policy
+from saccade.methods.verified import Verified
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
@@ -46,12 +49,28 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_policy(ranks: int, policy: Policy) -> None:
-    """PolicyError for what is not dense, and does not become it."""
-    if ranks > 1 and policy != Policy() and not policy.deferred:
+    """PolicyError for what a process cannot choose for its heads alone; what is settled later is checked then."""
+    if ranks > 1 and not policy.deferred and (reason := why_not(policy)) is not None:
         raise PolicyError(
-            f"policy={shown(policy.text)}: tensor_parallel_size={ranks} serves dense attention alone; give "
-            "policy='dense', or tensor_parallel_size=1"
+            f"policy={shown(policy.text)} does not go with tensor_parallel_size={ranks}: {reason}; "
+            "give another method, or tensor_parallel_size=1"
         )
+
+
+def why_not(policy: Policy) -> str | None:
+    """Why processes that have some of a model's heads each cannot run ``policy``; None where they can."""
+    reasons = ((part.name, _joins(part)) for part in (policy.prefill, policy.decode))
+    return next((f"of {name}, {reason}" for name, reason in reasons if reason), None)
+
+
+def _joins(method: Method) -> str | None:
+    """What of other processes' heads a choice of ``method`` hangs on, or of one inside it."""
+    if isinstance(method, Verified):
+        return "drafts are chosen and checked in one process"
+    if getattr(method, "unit", None) == "layer":
+        return "all heads of a layer read the same blocks (unit='kv_head' lets each KV head choose)"
+    inner = [value for field in fields(method) if isinstance(value := getattr(method, field.name), Method)]
+    return method.joins_heads or next((why for one in inner if (why := _joins(one)) is not None), None)
 
 
 def check_request(ranks: int, params: SamplingParams, maps: bool) -> None:

@@ -7,10 +7,11 @@ others are never longer than the engine's, so its pool, of as many blocks, speak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,73 +19,31 @@ from torch import Tensor
 from saccade.engine.host_calls import Setting
 from saccade.engine.memories import Memories
 from saccade.engine.memory import Cut
+from saccade.engine.rank_counts import LateOfAll, RankCounts, join_counts, share_counts
 from saccade.engine.rank_limits import check_policy
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.rank_messages import (
+    BeginTurn,
+    ForgetStates,
+    Fork,
+    Free,
+    Load,
+    LoadRows,
+    Message,
+    Save,
+    SaveRows,
+    Settled,
+    Truncate,
+)
 from saccade.engine.saved_memory import SavedMemory
 from saccade.engine.step import StepInput, StepResult
 from saccade.engine.worker import Worker
-from saccade.errors import whole_number
+from saccade.errors import PolicyError, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
-
-
-class Fork(NamedTuple):
-    """See ``Memories.fork``."""
-
-    source: int
-    target: int
-    length: int | None
-
-
-class Truncate(NamedTuple):
-    """A sequence has ``length`` tokens, and holds blocks for more or not."""
-
-    sequence: int
-    length: int
-    holds: bool
-
-
-class Free(NamedTuple):
-    """See ``Memories.free``."""
-
-    sequence: int
-    closes: bool
-
-
-class Save(NamedTuple):
-    """See ``Memories.save``; the ranks gather keys and values."""
-
-    sequence: int
-    segment: int | None
-
-
-class SaveRows(NamedTuple):
-    """See ``Memories.save_rows``; likewise."""
-
-    sequence: int
-    start: int
-    stop: int
-
-
-class Load(NamedTuple):
-    """See ``Memories.load``: keys and values of the rank's own heads."""
-
-    sequence: int
-    saved: SavedKV
-
-
-class LoadRows(NamedTuple):
-    """See ``Memories.load_rows``; likewise."""
-
-    sequence: int
-    tensors: dict[str, Tensor]
-    rows: int | None
-
-
-Message = StepInput | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows
 
 
 class SharedMemories(Memories):
@@ -111,14 +70,31 @@ class SharedMemories(Memories):
     ) -> bool:
         stood = super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
         if stood:  # else it was freed, which has been told
-            self._tell(Truncate(sequence, self[sequence].kv.length, holds))
+            self._tell(Truncate(sequence, length, cut, stored, learns, holds))
         return stood
 
     def free(self, sequence: int, closes: bool = False) -> None:
         super().free(sequence, closes)
         self._tell(Free(sequence, closes))
 
+    def begin_turn(self, sequence: int, reached: int, keeps: bool) -> None:
+        super().begin_turn(sequence, reached, keeps)
+        self._tell(BeginTurn(sequence, reached, keeps))
+
+    def settled(self, sequence: int) -> None:
+        super().settled(sequence)
+        self._tell(Settled(sequence))
+
+    def forget_states(self, sequence: int) -> None:
+        super().forget_states(sequence)
+        self._tell(ForgetStates(sequence))
+
     def save(self, sequence: int, segment: int | None = None) -> SavedMemory:
+        if self.has_state(sequence):
+            raise PolicyError(
+                f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="
+                f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
+            )
         made = super().save(sequence, segment)
         tensors = self._whole(Save(sequence, segment), made.tensors)
         return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._link.ranks})
@@ -175,21 +151,35 @@ class FirstRank(Worker):
     def __init__(self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool) -> None:
         super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link))
         self._link = link
+        self._late: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         self._link.tell(step)
         try:
             result = super().run(step, times, goes_on)
             if self._link.lost is None:
-                failed = others_fail(self._link.group, _failed(step, result))
+                group, own = self._link.group, _failed(step, result)
+                failed = others_fail(group, own)
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
                     result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
+                good = [not (bad or other) for bad, other in zip(own, failed)]
+                told = share_counts(group, step, result, good)
+                join_counts(group.ranks, step, result, good, told)
+                self._count_late(result, told)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
                 raise
             raise lost from error
         return result
+
+    def _count_late(self, result: StepResult, told: list[RankCounts]) -> None:
+        """Count what kernels did beside the calls, of the heads of all ranks."""
+        for number, found in result.requests.items():
+            for name, own in found.late.items():
+                late = self._late.setdefault((number, name), LateOfAll())
+                late.add([rank.late[number, name] for rank in told] or [own.take()] * self._link.ranks)
+                found.late[name] = late
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         super()._broke(step, result, self._link.lose(error))
@@ -211,7 +201,9 @@ class OtherRank(Worker):
                     self._open(one.sequence_id)
                     memories[one.sequence_id].kv.reserve(one.stop)
                 result = self.run(message)
-                others_fail(self._group, _failed(message, result))
+                own = _failed(message, result)
+                failed = others_fail(self._group, own)
+                share_counts(self._group, message, result, [not (bad or other) for bad, other in zip(own, failed)])
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
@@ -225,10 +217,18 @@ class OtherRank(Worker):
                 else:
                     memories.load_rows(*message)
                 memories.filled(message.sequence, memories[message.sequence].kv.length)
+            elif isinstance(message, BeginTurn):
+                self._open(message.sequence)
+                memories.begin_turn(*message)
             elif message.sequence not in memories:  # one that has not run a step
                 continue
+            elif isinstance(message, Settled):
+                memories.settled(*message)
+            elif isinstance(message, ForgetStates):
+                memories.forget_states(*message)
             elif isinstance(message, Truncate):
-                memories.truncate(message.sequence, message.length, holds=message.holds)
+                sequence, length, cut, stored, learns, holds = message
+                memories.truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
             else:
                 memories.free(*message)
 

@@ -145,6 +145,7 @@ class Method(PolicyPart):
     begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
+    joins_heads: ClassVar[str | None] = None  # what of other KV heads a choice for one of them hangs on, if anything
     host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property

@@ -185,6 +185,7 @@ class AdaKV(SnapKV):
 
     name: ClassVar[str] = "adakv"
     paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
+    joins_heads: ClassVar[str | None] = "its heads share one budget"
 
     safeguard: float = 0.2
     floor: str = "beside"

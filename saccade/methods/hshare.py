@@ -153,6 +153,7 @@ class HShare(Method):
     name: ClassVar[str] = "hshare"
     paper: ClassVar[str] = "HShare, ICLR 2025"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    joins_heads: ClassVar[str | None] = "heads take the sets of others that are like them"
 
     heavy: int = 432
     sinks: int = 16

@@ -33,6 +33,7 @@ class InfLLM(Method):
     name: ClassVar[str] = "infllm"
     paper: ClassVar[str] = "InfLLM, arXiv:2402.04617"
     phases: ClassVar[tuple[str, ...]] = ("prefill",)
+    joins_heads: ClassVar[str | None] = "it meets its blocks with the queries of all heads"
 
     sinks: int = 128
     window: int = 4096

@@ -144,6 +144,7 @@ def _keys(chunk: Chunk) -> Tensor:
     return chunk.kv.keys(chunk.shape.q_start, chunk.shape.q_start + chunk.shape.q_len)
 
 
+OF_LAYERS = (prehoc.LOCALITY,)  # kinds of which a reader wants all heads of a layer
 KINDS: dict[str, type[ChannelMeans] | type[Skew] | type[PatternSearch] | type[Locality]] = {
     labels.CALIBRATION: ChannelMeans,
     infinigen.CALIBRATION: Skew,

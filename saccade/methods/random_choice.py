@@ -24,6 +24,7 @@ class RandomChoice(Method):
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "chance"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    joins_heads: ClassVar[str | None] = "its draws go on from head to head"
     host_only: ClassVar[str | None] = "its keys are drawn on the host"
 
     k: float = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.files import written_whole
-from saccade.methods.offline import KINDS
+from saccade.methods.offline import KINDS, OF_LAYERS
 from saccade.models.interface import ModelSpec
 
 FOLDER = "calibration"
@@ -32,10 +32,11 @@ def save_calibration(folder: Path, kind: str, layers: Sequence[Mapping[str, Tens
 
 
 class Calibrations:
-    """The calibrations of the model in ``folder``, each read when it is first asked for."""
+    """The calibrations of the model in ``folder``, each read when it is first asked for. ``spec`` is of ``rank``, from
+    0, of ``ranks`` that share out the model's heads: it takes what is of its own."""
 
-    def __init__(self, spec: ModelSpec, folder: Path | None) -> None:
-        self.spec, self.folder = spec, folder
+    def __init__(self, spec: ModelSpec, folder: Path | None, rank: int = 0, ranks: int = 1) -> None:
+        self.spec, self.folder, self._rank, self._ranks = spec, folder, rank, ranks
         self._read: dict[str, list[dict[str, Tensor]]] = {}
 
     def layer(self, kinds: Sequence[str], layer: int) -> Mapping[str, Tensor] | None:
@@ -62,7 +63,7 @@ class Calibrations:
         except (SafetensorError, OSError, ValueError) as error:
             raise PolicyError(f"calibration {file} cannot be used ({error}); make it again with: {command}") from None
         spec = self.spec
-        shapes = KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
+        shapes = KINDS[kind].shapes(spec.heads * self._ranks, spec.kv_heads * self._ranks, spec.head_dim)
         wanted = {f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes.items()}
         if {key: tuple(tensor.shape) for key, tensor in stored.items()} != wanted:
             raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")
@@ -71,4 +72,14 @@ class Calibrations:
             raise PolicyError(
                 f"calibration {file}: {odd[0]} holds what are no finite float32 numbers; make it again with: {command}"
             )
-        return [{name: stored[f"{layer}.{name}"] for name in shapes} for layer in range(spec.layers)]
+        parts = shapes if kind in OF_LAYERS else KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
+        return [
+            {name: self._own(stored[f"{layer}.{name}"], parts[name]) for name in shapes} for layer in range(spec.layers)
+        ]
+
+    def _own(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The rank's part, of ``shape``, along the dimension of heads, if there is one."""
+        for dim, size in enumerate(shape):
+            if tensor.shape[dim] != size:
+                tensor = tensor.narrow(dim, self._rank * size, size)
+        return tensor.contiguous()
