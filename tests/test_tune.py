@@ -101,7 +101,9 @@ def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
 
     def of(trial, text, phase):
         both = "+" in text
-        return study.Tried(text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None)
+        return study.Tried(
+            text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None
+        )
 
     monkeypatch.setattr(study._Trial, "of", of)
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
