@@ -184,12 +184,14 @@ def test_it_is_timed_on_this_machine_and_kept(tiny_llama, monkeypatch, tmp_path)
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with make(tiny_llama, blocks=4000) as one:
+        assert not one.engine.automatic.is_timed
         one.generate([random_ids(1100, seed=1)], GREEDY, policy="auto")
         offer = one.engine.automatic.offer()
     assert "timed here" in offer.said
     (file,) = (tmp_path / "saccade" / "tuned").glob("times-*.json")
     monkeypatch.setattr(automatic, "timed", lambda *asked: 1 / 0)
     with make(tiny_llama, blocks=4000) as other:
+        assert other.engine.automatic.is_timed
         other.generate([random_ids(1100, seed=1)], GREEDY, policy="auto")
         assert other.engine.automatic.offer() == offer
     file.write_text('{"version": 1, "times": {"policy": 3}}')

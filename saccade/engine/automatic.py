@@ -40,6 +40,18 @@ class Automatic:
         most = self._own().max_model_len
         return list(dict.fromkeys(self.settled(AUTO, length, length, None)[0] for length in (1, most)))
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether an offer can be had without running anything."""
+        engine = self._own()
+        if self._offer is not None or engine.link is not None:
+            return True
+        place = place_of(engine.model, engine.config.threads, engine.config.kv_dtype)
+        try:
+            return find_tuned(engine.model, place) is not None or find_times(place, SAFE) is not None
+        except SaccadeError:
+            return find_times(place, SAFE) is not None
+
     def offer(self) -> Offer:
         """What there is, found once."""
         if self._offer is not None:
