@@ -203,3 +203,14 @@ def test_it_is_timed_on_this_machine_and_kept(tiny_llama, monkeypatch, tmp_path)
 def test_it_is_no_method_to_run_by_itself():
     with pytest.raises(PolicyError, match="settled where an engine takes a request"):
         Auto().select_decode(None, None)
+
+
+def test_what_fails_while_it_is_timed_leaves_dense_and_says_so(tiny_llama, monkeypatch, tmp_path):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(automatic, "SAFE", "double_sparsity")  # which wants a calibration
+    with make(tiny_llama, blocks=4000) as one:
+        report = one.generate([random_ids(1100, seed=1)], GREEDY, policy="auto")[0].report
+    assert report["policy"] == "dense"
+    assert any("timing it failed" in note and "calibration" in note for note in report["notes"])
+    assert not (tmp_path / "saccade" / "tuned").exists()

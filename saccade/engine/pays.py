@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saccade.engine.params import SamplingParams
+from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times
 from saccade.prose import generate
@@ -88,7 +89,7 @@ def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
             # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
             ratios = [max(own[at] / dense[at], own[at + 2] / dense[at + 2]) for at in (0, 1)]
             found.append((dense[0], dense[1], dense[0] * ratios[0], dense[1] * ratios[1]))
-    except _FailedError as error:
+    except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
         return Untimed(f"timing it failed: {error}")
     prefill, decode, own_prefill, own_decode = (tuple(float(f"{one:.4g}") for one in row) for row in zip(*found))
     return Times(policy.text, tuple(lengths), prefill, own_prefill, decode, own_decode)
