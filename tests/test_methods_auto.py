@@ -214,3 +214,13 @@ def test_what_fails_while_it_is_timed_leaves_dense_and_says_so(tiny_llama, monke
     assert report["policy"] == "dense"
     assert any("timing it failed" in note and "calibration" in note for note in report["notes"])
     assert not (tmp_path / "saccade" / "tuned").exists()
+
+
+def test_timing_leaves_no_prefixes_and_no_counts(tiny_llama, monkeypatch, tmp_path):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with make(tiny_llama, blocks=4000, enable_prefix_caching=True) as one:
+        used = one.pool.used_blocks
+        assert "timed here" in one.engine.automatic.offer().said
+        assert one.cache_report()["prefixes"] == {"tokens": 0, "tokens_found": 0, "hit_rate": None, "kept_bytes": 0}
+        assert one.pool.used_blocks == used

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,32 +68,49 @@ def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
     if len(lengths) < 2:
         return Untimed(f"a context of {most:,} tokens is too short to time it")
     ids = _text(engine, lengths[-1])
-    try:
-        _run(engine, ids[:PROBE], Policy())  # what a process does once
-        probe = _run(engine, ids[:PROBE], Policy())[0]
-        while not on_gpu and _foreseen(lengths, probe) > seconds and len(lengths) > 2:
-            lengths.pop()
-        if not on_gpu and _foreseen(lengths, probe) > seconds:
-            return Untimed(
-                f"timing it takes some {_foreseen(lengths, probe):.0f} s, more than {seconds:.0f}; saccade tune does it"
-            )
-        lengths = lengths[-2:]
-        logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
-        repeats = max(1, min(REPEATS, int(seconds // _foreseen(lengths, probe)))) if not on_gpu else REPEATS
-        found = []
-        for length in lengths:
-            context = ids[:length]
-            for one in (Policy(), policy) if on_gpu else ():
-                _run(engine, context, one)  # compiles kernels, and records steps
-            runs = [[_run(engine, context, one) for one in (Policy(), policy)] for _ in range(repeats)]
-            dense, own = ([min(row) for row in zip(*one)] for one in zip(*runs))  # what disturbs makes longer
-            # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
-            ratios = [max(own[at] / dense[at], own[at + 2] / dense[at + 2]) for at in (0, 1)]
-            found.append((dense[0], dense[1], dense[0] * ratios[0], dense[1] * ratios[1]))
-    except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
-        return Untimed(f"timing it failed: {error}")
+    with _unseen(engine):
+        try:
+            _run(engine, ids[:PROBE], Policy())  # what a process does once
+            probe = _run(engine, ids[:PROBE], Policy())[0]
+            while not on_gpu and _foreseen(lengths, probe) > seconds and len(lengths) > 2:
+                lengths.pop()
+            if not on_gpu and _foreseen(lengths, probe) > seconds:
+                return Untimed(
+                    f"timing it takes some {_foreseen(lengths, probe):.0f} s, more than {seconds:.0f}; saccade tune does it"
+                )
+            lengths = lengths[-2:]
+            logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
+            repeats = max(1, min(REPEATS, int(seconds // _foreseen(lengths, probe)))) if not on_gpu else REPEATS
+            found = []
+            for length in lengths:
+                context = ids[:length]
+                for one in (Policy(), policy) if on_gpu else ():
+                    _run(engine, context, one)  # compiles kernels, and records steps
+                runs = [[_run(engine, context, one) for one in (Policy(), policy)] for _ in range(repeats)]
+                dense, own = ([min(row) for row in zip(*one)] for one in zip(*runs))  # what disturbs makes longer
+                # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
+                ratios = [max(own[at] / dense[at], own[at + 2] / dense[at + 2]) for at in (0, 1)]
+                found.append((dense[0], dense[1], dense[0] * ratios[0], dense[1] * ratios[1]))
+        except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
+            return Untimed(f"timing it failed: {error}")
     prefill, decode, own_prefill, own_decode = (tuple(float(f"{one:.4g}") for one in row) for row in zip(*found))
     return Times(policy.text, tuple(lengths), prefill, own_prefill, decode, own_decode)
+
+
+@contextmanager
+def _unseen(engine: Engine) -> Iterator[None]:
+    """What runs leaves nothing behind for others: no prefix where there was none, and no counts."""
+    prefixes = engine.prefixes
+    if prefixes is None:
+        yield
+        return
+    counts, kept = (prefixes.queries, prefixes.hits), prefixes.kept_slots
+    try:
+        yield
+    finally:
+        prefixes.queries, prefixes.hits = counts
+        if not kept:
+            prefixes.clear()
 
 
 class _FailedError(Exception):
