@@ -27,7 +27,7 @@ FURTHER = 8  # times the longest length measured, up to which what pays is predi
 REPEATS = 3  # where there is time
 ANSWER = 17  # tokens of a timed answer; the first is the prefill's
 LENGTHS = (512, 1024, 2048, 4096)
-LENGTHS_ON_GPU = (4096, 16384)  # at fewer tokens a step is launches
+LENGTHS_ON_GPU = (1024, 4096, 16384)  # at few tokens a step there is launches alone
 PROBE = 256  # tokens by which it is foreseen how long the timing takes
 CHARS = 6  # of a token, at most, to begin with
 _runs = itertools.count()
@@ -67,32 +67,35 @@ def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
     lengths = [length for length in (LENGTHS_ON_GPU if on_gpu else LENGTHS) if length <= most]
     if len(lengths) < 2:
         return Untimed(f"a context of {most:,} tokens is too short to time it")
-    ids = _text(engine, lengths[-1])
-    with _unseen(engine):
-        try:
-            _run(engine, ids[:PROBE], Policy())  # what a process does once
-            probe = _run(engine, ids[:PROBE], Policy())[0]
-            while not on_gpu and _foreseen(lengths, probe) > seconds and len(lengths) > 2:
-                lengths.pop()
-            if not on_gpu and _foreseen(lengths, probe) > seconds:
-                return Untimed(
-                    f"timing it takes some {_foreseen(lengths, probe):.0f} s, more than {seconds:.0f}; saccade tune does it"
-                )
-            lengths = lengths[-2:]
-            logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
-            repeats = max(1, min(REPEATS, int(seconds // _foreseen(lengths, probe)))) if not on_gpu else REPEATS
-            found = []
-            for length in lengths:
-                context = ids[:length]
-                for one in (Policy(), policy) if on_gpu else ():
-                    _run(engine, context, one)  # compiles kernels, and records steps
-                runs = [[_run(engine, context, one) for one in (Policy(), policy)] for _ in range(repeats)]
-                dense, own = ([min(row) for row in zip(*one)] for one in zip(*runs))  # what disturbs makes longer
-                # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
-                ratios = [max(own[at] / dense[at], own[at + 2] / dense[at + 2]) for at in (0, 1)]
-                found.append((dense[0], dense[1], dense[0] * ratios[0], dense[1] * ratios[1]))
-        except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
-            return Untimed(f"timing it failed: {error}")
+    try:
+        with _unseen(engine):
+            return _timed(engine, policy, lengths, on_gpu, seconds)
+    except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
+        return Untimed(f"timing it failed: {error}")
+
+
+def _timed(engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float) -> Times | Untimed:
+    ids, dense = _text(engine, lengths[-1]), Policy()
+    _run(engine, ids[:PROBE], dense)  # what a process does once
+    probe, repeats = _run(engine, ids[:PROBE], dense)[0], REPEATS
+    if not on_gpu:
+        while len(lengths) > 2 and _foreseen(lengths, probe) > seconds:
+            lengths = lengths[:-1]
+        wanted = _foreseen(lengths, probe)
+        if wanted > seconds:
+            return Untimed(f"timing it takes some {wanted:.0f} s, more than {seconds:.0f}; saccade tune takes the time")
+        repeats = max(1, min(REPEATS, int(seconds // wanted)))
+    lengths = lengths[-2:]
+    logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
+    found = []
+    for length in lengths:
+        for one in (dense, policy) if on_gpu else ():
+            _run(engine, ids[:length], one)  # compiles kernels, and records steps
+        runs = [[_run(engine, ids[:length], one) for one in (dense, policy)] for _ in range(repeats)]
+        theirs, own = ([min(row) for row in zip(*one)] for one in zip(*runs))  # what disturbs makes longer
+        # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
+        ratios = [max(own[at] / theirs[at], own[at + 2] / theirs[at + 2]) for at in (0, 1)]
+        found.append((theirs[0], theirs[1], theirs[0] * ratios[0], theirs[1] * ratios[1]))
     prefill, decode, own_prefill, own_decode = (tuple(float(f"{one:.4g}") for one in row) for row in zip(*found))
     return Times(policy.text, tuple(lengths), prefill, own_prefill, decode, own_decode)
 
