@@ -57,9 +57,10 @@ def pays_from(times: Times, phase: str) -> int | None:
     return found
 
 
-def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
+def timed(engine: Engine, policy: Policy, seconds: float, always: bool = False) -> Times | Untimed:
     """Run ``policy`` and dense attention over made prose, by turns, at the two greatest lengths for which that takes no
-    more than about so many ``seconds``. The engine must have nothing else to do."""
+    more than about so many ``seconds``; with ``always`` at the two least where none are so short. The engine must have
+    nothing else to do."""
     if engine.busy:
         return Untimed("other requests were running when it was to be timed", later=True)
     on_gpu = engine.model.device.type == "cuda"
@@ -69,12 +70,14 @@ def timed(engine: Engine, policy: Policy, seconds: float) -> Times | Untimed:
         return Untimed(f"a context of {most:,} tokens is too short to time it")
     try:
         with _unseen(engine):
-            return _timed(engine, policy, lengths, on_gpu, seconds)
+            return _timed(engine, policy, lengths, on_gpu, seconds, always)
     except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
         return Untimed(f"timing it failed: {error}")
 
 
-def _timed(engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float) -> Times | Untimed:
+def _timed(
+    engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float, always: bool
+) -> Times | Untimed:
     ids, dense = _text(engine, lengths[-1]), Policy()
     _run(engine, ids[:PROBE], dense)  # what a process does once
     probe, repeats = _run(engine, ids[:PROBE], dense)[0], REPEATS
@@ -82,7 +85,7 @@ def _timed(engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, sec
         while len(lengths) > 2 and _foreseen(lengths, probe) > seconds:
             lengths = lengths[:-1]
         wanted = _foreseen(lengths, probe)
-        if wanted > seconds:
+        if wanted > seconds and not always:
             return Untimed(f"timing it takes some {wanted:.0f} s, more than {seconds:.0f}; saccade tune takes the time")
         repeats = max(1, min(REPEATS, int(seconds // wanted)))
     lengths = lengths[-2:]

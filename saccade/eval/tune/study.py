@@ -114,7 +114,7 @@ def tune(
             why = "Stay with dense: no policy that was tried reads less within the bounds, in less time."
             return Found(tried, agreed, None, why, None)
         policy = Policy.parse(chosen.policy)
-        times = timed(llm.engine, policy, max(TIMING * seconds, began + seconds - time.monotonic()))
+        times = timed(llm.engine, policy, max(TIMING * seconds, began + seconds - time.monotonic()), always=True)
         if isinstance(times, Untimed):
             raise RequestError(f"'{policy.text}' holds the bounds, but is not kept: {times.why}")
         tuned = Tuned(
