@@ -114,10 +114,12 @@ def test_prefill_pays_by_its_square():
 def test_nothing_pays_below_what_was_measured_nor_far_above():
     faster = (0.5, 2.0)
     assert pays_from(times(ALIKE, faster, ALIKE, faster), "prefill") == 1000
-    # Dense falls behind at 64,000 tokens only, further than times tell.
-    dense = [1.0 + n / 64000 * 1.2 for n in (1000, 4000)]
+    # It is as fast as dense at 4,000 tokens, and GAIN times as fast at 50,000, further than times tell.
+    dense = [2.0 + GAIN * 1e-5 * (n - 4000) for n in (1000, 4000)]
     assert pays_from(times(ALIKE, ALIKE, dense, (2.0, 2.0)), "decode") is None
-    assert FURTHER * 4000 < 64000
+    assert FURTHER * 4000 < 4000 + 0.2 / (GAIN * 1e-5)
+    # Slower at the longest length measured: what lines say of longer ones is noise.
+    assert pays_from(times(ALIKE, ALIKE, (1.0, 4.0), (4.2, 4.2)), "decode") is None
 
 
 @pytest.fixture

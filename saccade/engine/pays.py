@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 GAIN = 1.1  # dense has to take so many times as long: what two runs differ by is less
 STEPS = 64  # lengths that are looked at
-FURTHER = 8  # times the longest length measured, up to which what pays is predicted
+FURTHER = 4  # times the longest length measured, up to which what pays is predicted
 REPEATS = 3  # where there is time
 ANSWER = 17  # tokens of a timed answer; the first is the prefill's
-LENGTHS = (512, 1024, 2048, 4096)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
 LENGTHS_ON_GPU = (1024, 4096, 16384)  # at few tokens a step there is launches alone
 PROBE = 256  # tokens by which it is foreseen how long the timing takes
 CHARS = 6  # of a token, at most, to begin with
@@ -43,12 +43,16 @@ class Untimed:
 
 def pays_from(times: Times, phase: str) -> int | None:
     """The fewest tokens from which on ``phase`` takes dense attention GAIN times as long, or longer, at every length up
-    to FURTHER times the longest measured; None where there are none. Between and beyond the lengths measured, a prefill
-    is taken to cost a part in proportion to its length and one to its square, a step a constant and one in proportion;
-    below them nothing pays."""
-    dense, sparse = (_curve(times.lengths, getattr(times, name), phase) for name in (f"dense_{phase}", phase))
+    to FURTHER times the longest measured; None where there are none, or where it is slower at the longest measured:
+    what lines through noise say of longer ones is noise. Between and beyond the lengths measured, a prefill is taken to
+    cost a part in proportion to its length and one to its square, a step a constant and one in proportion; below them
+    nothing pays."""
+    dense = _curve(times.lengths, getattr(times, f"dense_{phase}"), phase, min)
+    sparse = _curve(times.lengths, getattr(times, phase), phase, max)
     first, last = times.lengths[0], FURTHER * times.lengths[-1]
     found = None
+    if dense(times.lengths[-1]) < sparse(times.lengths[-1]):
+        return None
     for step in range(STEPS, -1, -1):
         length = round(first * (last / first) ** (step / STEPS))
         if dense(length) < GAIN * sparse(length):
@@ -96,9 +100,10 @@ def _timed(
             _run(engine, ids[:length], one)  # compiles kernels, and records steps
         runs = [[_run(engine, ids[:length], one) for one in (dense, policy)] for _ in range(repeats)]
         theirs, own = ([min(row) for row in zip(*one)] for one in zip(*runs))  # what disturbs makes longer
-        # On a busy machine both clocks mislead, each in its own way: what pays has to pay by both.
+        # On a busy machine the wall misleads by factors, and the process's clock hides what runs on one thread alone:
+        # dense is told by the latter, and what pays has to pay by both.
         ratios = [max(own[at] / theirs[at], own[at + 2] / theirs[at + 2]) for at in (0, 1)]
-        found.append((theirs[0], theirs[1], theirs[0] * ratios[0], theirs[1] * ratios[1]))
+        found.append((theirs[2], theirs[3], theirs[2] * ratios[0], theirs[3] * ratios[1]))
     prefill, decode, own_prefill, own_decode = (tuple(float(f"{one:.4g}") for one in row) for row in zip(*found))
     return Times(policy.text, tuple(lengths), prefill, own_prefill, decode, own_decode)
 
@@ -160,12 +165,14 @@ def _foreseen(lengths: Sequence[int], probe: float) -> float:
     return 1.5 * 2 * sum(lengths[-2:]) * probe / PROBE
 
 
-def _curve(lengths: Sequence[int], seconds: Sequence[float], phase: str) -> Callable[[float], float]:
-    """Through the times at the first and the last length, falling nowhere: a + b n of a step, a n + b n^2 of a
-    prefill."""
+def _curve(
+    lengths: Sequence[int], seconds: Sequence[float], phase: str, flat: Callable[[float, float], float]
+) -> Callable[[float], float]:
+    """Through the times at the first and the last length, a + b n of a step, a n + b n^2 of a prefill; where it falls,
+    level at the one that ``flat`` takes."""
     (n, m), (s, t) = (lengths[0], lengths[-1]), (seconds[0], seconds[-1])
     if phase == "prefill":
         s, t = s / n, t / m
     slope = max(0.0, (t - s) / (m - n))
-    start = max(t - slope * m, 0.0) if slope else max(s, t)
-    return lambda length: (start + slope * length) * (length if phase == "prefill" else 1.0)
+    start = t - slope * m if slope else flat(s, t)
+    return lambda length: max(start + slope * length, 0.0) * (length if phase == "prefill" else 1.0)
