@@ -142,6 +142,15 @@ def test_it_keeps_more_than_quest_at_equal_keys():
     assert kept["locks"] >= kept["quest"] - 1e-6
 
 
+def test_kernels_that_make_summaries_leave_records_to_torch():
+    pytest.importorskip("triton")
+    from saccade.ops import cpu_pages
+    from saccade.ops.triton.block_summaries import summarize
+
+    assert summarize(None, "low_rank", 16, 0, 4) is None
+    assert cpu_pages.filler(torch.float32, "low_rank", 16) is None
+
+
 @pytest.mark.parametrize("options", [{"budget": 0}, {"block_size": 12}, {"window": 0}, {"combine": "mean"}])
 def test_bad_options(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
