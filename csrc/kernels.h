@@ -2,11 +2,12 @@
 #pragma once
 
 #include "block_calls.h"
-#include "keeping_kernels.h"
 #include "row_calls.h"
 #include "table_calls.h"
 
 namespace saccade {
+
+struct KeepingKernels;
 
 // The kernels of one instruction set.
 struct KernelSet {
@@ -50,6 +51,9 @@ struct KernelSet {
     void (*many_rows)(const ProductRows&);
     const KeepingKernels* keeping;
 };
+
+// Those of layers that keep a state (keeping_kernels.h).
+extern const KeepingKernels portable_keeping, avx2_keeping, avx512_bf16_keeping, neon_keeping, neon_bf16_keeping;
 
 // What reads weights in planes: translation units of their own.
 struct PlaneKernels {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from compiled_keeping import cases as keeping_cases
 from compiled_types import ALIGNED, OTHERS, STORED, TYPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -328,7 +329,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (batched_choice._search_chunks, {**listing, "CHUNK": batched_choice.CHUNK}, {"num_warps": 4}),
         (batched_choice._search_left, {**listing, "WIDTH": 1024, "LISTED": 128}, {"num_warps": 4}),
     ]
-    return found
+    return found + keeping_cases()
 
 
 def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
@@ -338,7 +339,8 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) ->
     constant = {param.name for param in kernel.params if param.is_constexpr}
     kinds = {name: "constexpr" if name in constant else TYPES.get(name, "i32") for name in names}
     kinds |= {name: f"*{dtype}" for name in names if name in STORED and name not in constant}
-    kinds |= {**OTHERS.get(kernel, {}), **constants.get("types", {})}
+    own = {**OTHERS.get(kernel, {}), **constants.get("types", {})}
+    kinds |= {name: kind for name, kind in own.items() if name in kinds}
     for name, box in constants.get("tiles", {}).items():  # by the copy engine
         kinds[name] = f"tensordesc<{dtype}{list(box)}>"
     attributes = {

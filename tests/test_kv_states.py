@@ -91,6 +91,34 @@ class Talk:
         self.tokens += more
         self.states.end(len(self.tokens), len(more), keep)
 
+    def move(self, token: int, times: int, fails: bool, ahead: bool) -> None:
+        """A step of a device, which leaves the state as it was until it holds; ``ahead``: the next one was launched."""
+        start = self.states.before(len(self.tokens))
+        del self.tokens[start:]
+        self.states.truncate(start)
+        self.states.pin(start)
+        self.states.begin(start)
+        self.states.double()
+        slot, spare = self.states.slot, self.states.spare
+        if spare is None:
+            assert self.pool.pinned == self.pool.slots
+            self.states.truncate(start)
+            return
+        assert slot is not None
+        assert not self.pool.is_shared(spare)
+        self.pool.copy(slot, spare)
+        self.change(spare, [token] * times)
+        if fails:
+            assert self.pool.tensors["conv0"][0, slot, 0] == self.after(self.tokens)
+            self.states.truncate(start)
+            return
+        if ahead:
+            self.change(slot, [1])  # what the step after this one writes, which nobody asks for
+        self.states.moved(times)
+        self.tokens += [token] * times
+        self.states.end(start + 1, 1, keep=False)
+        assert len(self.tokens) in self.states
+
     def check(self) -> None:
         for length in self.states.snapshots:
             held = self.states.save(length)
@@ -105,7 +133,9 @@ def test_states_are_of_the_tokens_that_they_stand_after(slots):
     for _ in range(600):
         talk = rng.choice(talks)
         done = rng.random()
-        if done < 0.6:
+        if done < 0.3:
+            talk.move(rng.randrange(100), rng.randrange(1, 4), rng.random() < 0.2, rng.random() < 0.5)
+        elif done < 0.6:
             more = [rng.randrange(100) for _ in range(rng.randrange(1, 9))]
             inner = rng.randrange(1, len(more)) if len(more) > 1 and rng.random() < 0.3 else 0
             talk.step(more, rng.random() < 0.1, rng.random() < 0.4, inner)
@@ -130,6 +160,26 @@ def test_states_are_of_the_tokens_that_they_stand_after(slots):
     assert pool.given_up > 0
     for one in talks:
         one.states.truncate(0)
+    assert (pool.used, pool.pinned) == (0, 0)
+
+
+def test_what_can_be_spared_goes_where_others_need_it():
+    pool = StatePool(FORMAT, 3)
+    one, other, third = (SequenceStates(pool) for _ in range(3))
+    for states in (one, other):
+        states.pin(0)
+        states.begin(0)
+    one.double()
+    other.double()
+    assert one.spare is not None
+    assert other.spare is None
+    third.pin(0)
+    third.begin(0)
+    assert one.spare is None
+    one.double()
+    assert one.spare is None
+    for states in (one, other, third):
+        states.truncate(0)
     assert (pool.used, pool.pinned) == (0, 0)
 
 

@@ -10,7 +10,7 @@ from saccade import SamplingParams
 from saccade.engine import automatic
 from saccade.engine.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
-from saccade.methods.auto import LEAST, Asked, Auto, Offer, settled
+from saccade.methods.auto import LEAST, SAFE, Asked, Auto, Offer, ends, settled
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times
 
@@ -226,3 +226,19 @@ def test_timing_leaves_no_prefixes_and_no_counts(tiny_llama, monkeypatch, tmp_pa
         assert "timed here" in one.engine.automatic.offer().said
         assert one.cache_report()["prefixes"] == {"tokens": 0, "tokens_found": 0, "hit_rate": None, "kept_bytes": 0}
         assert one.pool.used_blocks == used
+
+
+def test_what_it_may_become_is_known_before_there_is_a_model():
+    assert ends(Policy.parse("psa")) == [Policy.parse("psa")]
+    assert ends(AUTO) == [Policy(), Policy.parse(SAFE)]
+    assert ends(Policy.parse("auto(method=lfps)")) == [Policy(), Policy.parse("lfps")]
+    assert ends(Policy.parse("flexprefill+auto")) == [Policy.parse("flexprefill"), Policy.parse("flexprefill+psa")]
+
+
+def test_prefixes_are_no_matter_to_a_session(tiny_llama, timed, llm, monkeypatch):
+    monkeypatch.setattr(type(llm.engine.automatic), "_shared_from", 16384)
+    ids = random_ids(1100, seed=1)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert llm.generate([ids], params, policy="auto")[0].report["policy"] == "psa"
+    with llm.session("auto") as session:
+        assert session.generate(ids, params).report["policy"] == SAFE

@@ -66,12 +66,16 @@ def test_answers_are_counted_whole() -> None:
     assert reference.right_answers(batch, foretold) == {"vt": [1, 2]}
 
 
-def test_the_model_is_the_exported_llama(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_model_is_the_exported_one(tmp_path: Path, hybrid: bool) -> None:
     from train.export import export
+    from train.hybrid import Hybrid
+    from train.hybrid import export as export_hybrid
 
     torch.manual_seed(0)
-    model = Model(SIZES["XS"], compiled=False)
-    export(model.state_dict(), model.shape, tmp_path)
+    made, written = (Hybrid, export_hybrid) if hybrid else (Model, export)
+    model = made(SIZES["XS"], compiled=False)
+    written(model.state_dict(), model.shape, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     batch = data.make_batch(("e",), 256, ["vt", "words"])
     ids, positions, targets, weights = reference.tensors(batch, "cpu")
@@ -97,7 +101,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypa
     def run(folder: Path, **changes: float) -> dict[str, torch.Tensor]:
         options = {
             "size": "XS", "out": folder, "seed": 1, "optimizer": "muon", "rate": 2e-3, "batch": 512, "scale": 1.0,
-            "decay": 0.25, "every": 2, "longest": 256, "minutes": 1e9, "workers": 1, "device": "cpu",
+            "decay": 0.25, "every": 2, "longest": 256, "minutes": 1e9, "workers": 1, "device": "cpu", "hybrid": False,
         }  # fmt: skip
         training = reference.Run(argparse.Namespace(**{**options, **changes}))
         training.train()

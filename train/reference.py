@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from saccade.eval.suite.rng import Rng
-from train import data
+from train import data, hybrid
 from train.export import export
+from train.hybrid import Hybrid
 from train.model import SIZES, Model
 
 
@@ -110,7 +111,8 @@ class Run:
         self.options = options
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(options.seed)
-        self.model = Model(SIZES[options.size], compiled=self.device == "cuda").to(self.device)
+        made = Hybrid if options.hybrid else Model
+        self.model = made(SIZES[options.size], compiled=self.device == "cuda").to(self.device)
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
         fused = self.device == "cuda"
@@ -206,7 +208,8 @@ class Run:
         }
         torch.save(state, self.out / "state.part")
         os.replace(self.out / "state.part", self.out / "state.pt")
-        export(self.model.state_dict(), self.model.shape, self.out / "checkpoint")
+        written = hybrid.export if self.options.hybrid else export
+        written(self.model.state_dict(), self.model.shape, self.out / "checkpoint")
 
     def train(self) -> None:
         began = time.monotonic()
@@ -259,6 +262,7 @@ def weighted(rng: Rng, weights: Sequence[float]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="S")
+    parser.add_argument("--hybrid", action="store_true", help="LFM2's layers in place of Llama's")
     parser.add_argument("--out", required=True, help="folder of the run; one that exists is resumed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def chat(
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", "-f", help="Text or PDF to talk about, read before the first message."),
+        typer.Option("--prompt-file", "-f", help="Document to talk about, in any format that it is likely to have."),
     ] = None,
     policy: Annotated[str | None, POLICY] = None,
     first: Annotated[int | None, FIRST] = None,

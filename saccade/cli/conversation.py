@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PINNED = "document"  # marks messages that hold documents: these are dropped by /reset alone
 HELP = """\
-/load FILE    read a text or a PDF; it goes before your next message and stays until /reset
+/load FILE    read a document; it goes before your next message and stays until /reset
 /policy TEXT  answer under another policy from now on; without TEXT, say which one holds
 /report       what the last answer really read, and what it cost
 /reset        forget everything said and loaded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from saccade.engine.pays import Untimed, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
-from saccade.methods.auto import Asked, Offer, settled
+from saccade.methods.auto import SAFE, Asked, Offer, settled
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times, find_times, find_tuned, keep_times, place_of
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Chosen on SmolLM2 and Qwen2.5-Coder and held on Gemma 3 (docs/choosing.md): KL, agreement and answers as dense's.
-SAFE = "sampled_rows+psa"
-AUTO = Policy.parse("auto")
 SECONDS = 30.0  # that the first request of a machine and model may wait for a timing
 
 
@@ -31,14 +28,12 @@ class Automatic:
         self._engine = weakref.ref(engine)
         self._offer: Offer | None = None
 
-    def settled(self, policy: Policy, length: int, new: int, answer: int | None) -> tuple[Policy, str | None]:
-        """See :func:`saccade.methods.auto.settled`. The first time a policy may pay, it is timed."""
-        return settled(policy, Asked(length, new, answer, self._shared_from), self.offer)
-
-    def ends(self) -> list[Policy]:
-        """What ``auto`` is for the shortest request, and for the longest."""
-        most = self._own().max_model_len
-        return list(dict.fromkeys(self.settled(AUTO, length, length, None)[0] for length in (1, most)))
+    def settled(
+        self, policy: Policy, length: int, new: int, answer: int | None, session: bool = False
+    ) -> tuple[Policy, str | None]:
+        """See :func:`saccade.methods.auto.settled`; ``session``: the context stays with its session. The first time a
+        policy may pay, it is timed."""
+        return settled(policy, Asked(length, new, answer, 0 if session else self._shared_from), self.offer)
 
     @property
     def is_timed(self) -> bool:

@@ -15,6 +15,7 @@ from saccade.engine.auditing import Auditing
 from saccade.engine.automatic import Automatic
 from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
+from saccade.engine.compile_waits import CompileWaits
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
 from saccade.engine.masks import Masks
@@ -106,7 +107,8 @@ class Engine:
         self.automatic = Automatic(self)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.prefixes)
-        self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
+        self.compile_waits = CompileWaits(self.scheduler, on_gpu)
+        self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch, self.compile_waits)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
@@ -114,20 +116,16 @@ class Engine:
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
-    def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
-        """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
-        None where none are recorded. Before the first step."""
-        if policy.deferred:
-            ends = [self.prepare(one, seconds / 2) for one in self.automatic.ends()]
-            done = [one for one in ends if one is not None]
-            return sum(done[1:], done[0]) if done else None
+    def prepare(self, policy: Policy, seconds: float, share: int = 1) -> Prepared | None:
+        """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``, and
+        one ``share``-th of the recordings that are kept; None where none are recorded. Before the first step."""
         spec, device = self.model.spec, self.worker.device
         if device is not None and self.worker.host.setting.fa4:
             fa4.prepare(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self.model.device)
         if device is None or not self.config.cuda_graphs:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests
-        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds)
+        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
 
     def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
         """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises
@@ -196,7 +194,8 @@ class Engine:
             policy, became = shares.policy, shares.report.became
         else:
             steps = None if params.max_tokens is None else params.max_tokens + decoded
-            policy, became = self.automatic.settled(policy, kept + len(prompt), len(prompt), steps)
+            sizes = kept + len(prompt), len(prompt)
+            policy, became = self.automatic.settled(policy, *sizes, steps, session=sequence is not None)
         self.checks.policy(policy)
         policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
@@ -297,6 +296,7 @@ class Engine:
                 ahead = self.worker.runs_ahead and self.scheduler.goes_on(batch)
                 step = step_input(batch)
                 result = self.worker.run(step, goes_on=True) if ahead else self.worker.run(step)
+                self.compile_waits.settle()
             except BaseException as error:  # some layers hold the new rows and others do not
                 for request, rows in batch:
                     request.sequence.undo(rows)

@@ -22,7 +22,7 @@ from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds
-from saccade.engine.device_prepare import Prepared, Preparing
+from saccade.engine.device_prepare import MOST, Prepared, Preparing
 from saccade.engine.device_replays import DenseReplays
 from saccade.engine.device_rooms import EACH, RowRooms
 from saccade.engine.device_rows import RowBuffers
@@ -38,6 +38,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
 from saccade.methods.policy import Policy
+from saccade.models.keeping import SlotRows
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 
@@ -178,6 +179,9 @@ class DeviceBackend(DeviceServing):
             self._learn(step, memories, results, key)
         elif audits is not None:
             audits.settle()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.moved(times)
         return results
 
     def _arranged(
@@ -276,22 +280,29 @@ class DeviceBackend(DeviceServing):
             context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
             tokens, positions = buffers.tokens[: rows * each], buffers.positions[: rows * each]
             wanted = buffers.last_tokens(rows, each) if key.prefill else None
-            kind.logits = self._forward.run(tokens, positions, context, wanted)
+            states = None
+            if pool.states is not None:
+                states = SlotRows(pool.states.tensors, buffers.reads[:rows], buffers.writes[:rows])
+            kind.logits = self._forward.run(tokens, positions, context, wanted, states)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
 
         return kind, forward
 
-    def prepare(self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
-        """Record steps before they are asked for: see device_prepare."""
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int = 1
+    ) -> Prepared:
+        """Record steps before they are asked for: see device_prepare. At most one ``share``-th of those that may be."""
         preparing = Preparing(pool, self._plans, self._rooms, self.kinds, self._kind)
-        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds)
+        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds, MOST // share)
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
         if not self.runs_ahead or not replayed or key.prefill or not may_follow(placed, key):
             return False
+        if key.absent and self.runner.keeping is not None:
+            return False  # a step that turns out short runs again, from states that the next one would write over
         return not key.absent or self._tiers.lets_follow(_rows(placed))
 
     @torch.inference_mode()
@@ -305,11 +316,14 @@ class DeviceBackend(DeviceServing):
         self._rooms.follow(buffers, placed)
         if audits is not None:
             audits.launch()  # before anything that they look at is written over
-        buffers.advance(choice.tokens)
+        buffers.advance(choice.tokens, swaps=True)
         dense: Tensor | None = None
         if self.watch.replays_next and not launched.key.absent:
             dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)
         self._tiers.go_ahead()
+        for row in _rows(placed):
+            if row.memory.kept is not None:
+                row.memory.kept.spoilt = True
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
         choice.write(tokens, self.runner.spec.vocab_size)

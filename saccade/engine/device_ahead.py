@@ -21,6 +21,8 @@ from saccade.engine.step import StepInput
 from saccade.kv.sequence import SequenceKV
 from saccade.selection.plan import DevicePlan
 
+AheadRow = tuple[SequenceKV, DevicePlan, int, int, int, tuple[int, int]]
+
 
 @dataclass(frozen=True, eq=False)
 class Launched:
@@ -35,10 +37,11 @@ class Launched:
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """A step that was launched ahead of its turn: a row is a sequence under a plan whose ``token`` goes to place
-    ``start``, in a slot; None for padding. ``dense``: the logits of its dense replay, where it has one."""
+    ``start``, in a slot, and whose state went from one slot to another; None for padding. ``dense``: the logits of its
+    dense replay, where it has one."""
 
     launched: Launched
-    rows: tuple[tuple[SequenceKV, DevicePlan, int, int, int] | None, ...]
+    rows: tuple[AheadRow | None, ...]
     dense: Tensor | None = None
 
     @classmethod
@@ -46,10 +49,13 @@ class Ahead:
         cls, launched: Launched, placed: Sequence[PlacedRow | None], tokens: Sequence[int], dense: Tensor | None
     ) -> Ahead:
         """After a step of ``placed``, whose rows go on with ``tokens``."""
-        rows = []
+        rows: list[AheadRow | None] = []
         for row, token in zip(placed, tokens):
-            stop = 0 if row is None else row.scheduled.stop
-            rows.append(None if row is None else (row.kv, row.plan, stop, _slot(row.kv, stop), token))
+            if row is None:
+                rows.append(None)
+                continue
+            stop, (reads, writes) = row.scheduled.stop, row.states
+            rows.append((row.kv, row.plan, stop, _slot(row.kv, stop), token, (writes, reads)))
         return cls(launched, tuple(rows), dense)
 
     def serves(self, step: StepInput, placed: Sequence[PlacedRow | None], key: Key) -> bool:
@@ -63,8 +69,9 @@ class Ahead:
                     return False
                 continue
             one = row.scheduled
-            kv, plan, start, slot, token = own
+            kv, plan, start, slot, token, states = own
             same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1
+            same = same and row.states == states
             same = same and (key.absent or not kv.pool.absent)
             if not same or one.together or tokens[one.request_id] != token or _slot(kv, start) != slot:
                 return False

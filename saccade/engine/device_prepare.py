@@ -39,9 +39,6 @@ class Prepared:
     wanted: int
     seconds: float
 
-    def __add__(self, other: Prepared) -> Prepared:
-        return Prepared(self.recorded + other.recorded, self.wanted + other.wanted, self.seconds + other.seconds)
-
 
 class Preparing:
     """For steps over ``pool`` whose ``kind`` says what launches them over buffers of ``rooms``."""
@@ -49,9 +46,9 @@ class Preparing:
     def __init__(self, pool: BlockManager, plans: DevicePlans, rooms: RowRooms, kinds: StepKinds, kind: Kind) -> None:
         self._pool, self._plans, self._rooms, self._kinds, self._kind = pool, plans, rooms, kinds, kind
 
-    def run(self, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
+    def run(self, policy: Policy, requests: int, longest: int, seconds: float, most: int = MOST) -> Prepared:
         """Record the steps that up to ``requests`` requests under ``policy`` take, of up to ``longest`` keys each:
-        shorter ones first, as many as are kept; none is begun after so many ``seconds`` but the first."""
+        shorter ones first, at most ``most``; none is begun after so many ``seconds`` but the first."""
         began, done = time.perf_counter(), 0
         rows, room = pad(requests, 1), pad(longest, SHORTEST)
         while room > SHORTEST and self._table_bytes(rows, room) > MOST_TABLES:
@@ -59,7 +56,7 @@ class Preparing:
         keys = list(self._keys(policy, rows, room))
         for count, verifies in ((rows, False), (MOST_PIECES, True)) if keys else ():
             self._rooms.room(self._pool, count, self._pool.format.blocks(room), verifies)
-        for key in keys[:MOST]:
+        for key in keys[:most]:
             if (done and time.perf_counter() - began > seconds) or not self._record(key):
                 break
             done += 1
@@ -72,7 +69,7 @@ class Preparing:
     def _keys(self, policy: Policy, most: int, longest: int) -> Iterator[Key]:
         """Of decode rows, and of pieces of short dense chunks: by length and number."""
         plans, decode = self._plans, self._plans.of(policy)
-        pieces = plans.prefilling(EACH)
+        pieces = plans.prefilling(EACH) if self._pool.states is None else None
         if not policy.prefill.is_dense or policy.decode.tail_rows or policy.decode.watches:
             pieces = None  # the host computes them, or the method learns from them
         keys = SHORTEST

@@ -66,6 +66,7 @@ class RowRooms:
         ids = step.input_ids.tolist()
         firsts = {one.request_id: at - one.start for one, at in zip(step.scheduled, step.query_start_loc)}
         inputs: list[tuple[int, int, int]] = []
+        states = None if self._spec.states is None else [(-1, -1) if row is None else row.states for row in placed]
         for number, row in enumerate(placed):
             if row is None:
                 inputs += [(0, 0, 0)] * each
@@ -80,7 +81,7 @@ class RowRooms:
                 inputs += [(0, 0, 0)] * (each - one.length)
             else:
                 self.counts.attach(number, one.request_id, row.plan, buffers)
-        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
+        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed], states)
         return prepared
 
     @torch.inference_mode()

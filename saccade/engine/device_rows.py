@@ -53,7 +53,8 @@ class RowBuffers:
 
     A row is a sequence's; it may have several tokens, ``each`` at most. int64 [rows * each] are
     ``tokens``, their ``positions``, how many keys each has ``seen``, its own among them, and of each row ``lengths``,
-    the keys that it has after the step; 0 for padding.
+    the keys that it has after the step; 0 for padding. int64 [rows] are ``reads`` and ``writes``, the slots from and
+    to which layers that keep a state move it; -1 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
@@ -76,9 +77,9 @@ class RowBuffers:
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
-        self._staging = torch.zeros(4, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
-        self._inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.seen, self.lengths = self._inputs
+        self._staging = torch.zeros(6, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
+        self._inputs = torch.zeros(6, rows * each, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.seen, self.lengths, self.reads, self.writes = self._inputs
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
@@ -133,21 +134,29 @@ class RowBuffers:
         self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places, blocks)
         return full > max(made, 0) + MANY
 
-    def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
-        """Take each token, its position and what it sees over to the device, and each row's length."""
+    def load(
+        self, inputs: list[tuple[int, int, int]], lengths: list[int], states: list[tuple[int, int]] | None = None
+    ) -> None:
+        """Take each token, its position and what it sees over to the device, and each row's length, and where its state
+        is read and written, where layers keep one."""
         self._write_blocks()
         count = len(inputs)
         self._staging[:3, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
         self._staging[:3, count:] = 0
         self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self._staging[3, len(lengths) :] = 0
+        self._staging[4:] = -1
+        if states is not None:
+            self._staging[4:, : len(states)] = torch.tensor(states, dtype=torch.int64, device="cpu").T
         self._inputs.copy_(self._staging, non_blocking=True)
 
-    def advance(self, tokens: Tensor) -> None:
-        """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding."""
+    def advance(self, tokens: Tensor, swaps: bool = False) -> None:
+        """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding, from the
+        states that were written; with ``swaps`` the next ones go where those before them are, and leave them alone."""
         count = len(tokens)
         self.tokens[:count] = tokens.clamp(min=0)  # a token of no number ends a row on the host
-        self._inputs[1:, :count] += self.lengths[:count].sign()
+        self._inputs[1:4, :count] += self.lengths[:count].sign()
+        self._inputs[4:, :count] = self._inputs[4:, :count].flip(0) if swaps else self.writes[:count].clone()
 
     def go_ahead(self, counts: bool) -> None:
         """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""

@@ -49,6 +49,8 @@ class DeviceServing:
             return "bounds of its errors are wanted"
         if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):
             return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
+        if memory.kept is not None and (one.together or memory.kept.spare is None):
+            return "its layers keep a state, and drafts would change it" if one.together else "no second slot is free"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:
@@ -67,6 +69,8 @@ class DeviceServing:
     def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
         if not self.watch.idle:
             return "somebody looks on"
+        if memory.kept is not None:
+            return "layers that keep a state take prompts by the host"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
         if self._plans.prefilling(EACH) is None:

@@ -35,6 +35,12 @@ class PlacedRow:
         return self.memory.kv
 
     @property
+    def states(self) -> tuple[int, int]:
+        """The slots from and to which a step moves what layers that keep a state have of it; -1 where none does."""
+        kept = self.memory.kept
+        return (-1, -1) if kept is None or kept.slot is None or kept.spare is None else (kept.slot, kept.spare)
+
+    @property
     def next(self) -> PlacedRow:
         """The row after this one."""
         one = self.scheduled

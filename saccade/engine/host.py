@@ -24,7 +24,6 @@ from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
 ONE_BY_ONE = "its backend, or a GPU, has no call for rows of many requests"
-KEEPS = "steps of models with layers that keep a state are not recorded"
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
 
 
@@ -79,9 +78,7 @@ class HostBackend:
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
         if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
-            attention.why_apart = (
-                KEEPS if spec.states is not None and storage is not None and storage.k.is_cuda else ONE_BY_ONE
-            )
+            attention.why_apart = ONE_BY_ONE
         elif frozen is not None and joined[-1].first > _earliest(frozen, spec.layers):
             attention.why_apart = "rows before it are frozen in some layers"  # it moves up where they are left out
         else:

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from saccade.engine.memory import SequenceMemory
 
 
-def begin(scheduled: Sequence[ScheduledRequest], memories: Mapping[int, SequenceMemory], at_once: bool = True) -> None:
-    """The rows of a step are about to be computed, ``at_once`` or with others' steps in between. SaccadeError where no
-    state stands before one's."""
+def begin(
+    scheduled: Sequence[ScheduledRequest],
+    memories: Mapping[int, SequenceMemory],
+    at_once: bool = True,
+    moves: bool = False,
+) -> None:
+    """The rows of a step are about to be computed, ``at_once`` or with others' steps in between. ``moves``: a device
+    may serve single rows, which puts their next states elsewhere. SaccadeError where no state stands before one's."""
     if not scheduled or memories[scheduled[0].sequence_id].kept is None:
         return
     own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]
@@ -27,12 +32,20 @@ def begin(scheduled: Sequence[ScheduledRequest], memories: Mapping[int, Sequence
     for (one, kept), place in zip(own, shared):
         if place > one.start and at_once:
             kept.leave(place)
+    for one, kept in own:
+        if moves and one.phase == "decode" and one.length == 1:
+            kept.double()
 
 
 def end(rows: ScheduledRequest, memory: SequenceMemory) -> None:
     """The step of these rows ended well."""
     if memory.kept is not None:
         memory.kept.end(rows.stop, rows.length, rows.ends_span)
+
+
+def is_spoilt(memory: SequenceMemory) -> bool:
+    """Whether a step that failed has left its sequence's state as nobody knows it."""
+    return memory.kept is not None and memory.kept.spoilt
 
 
 def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:

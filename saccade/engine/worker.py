@@ -113,7 +113,7 @@ class Worker:
         began = time.perf_counter()
         for one in step.scheduled:
             self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
-        kept.begin(step.scheduled, self.memories)
+        kept.begin(step.scheduled, self.memories, moves=self.device is not None)
         result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         try:
@@ -132,7 +132,7 @@ class Worker:
                                 pass
                         except StepFailedError as error:
                             self._note_failed(packed, result, error)
-                            part = sorted([*part, *pack])
+                            part = sorted([*part, *self._not_spoilt(step, pack, result)])
                         except Exception as error:
                             self._broke(packed, result, error)
         finally:
@@ -232,6 +232,18 @@ class Worker:
         for one in step.scheduled:
             result.requests[one.request_id].note(f"{one.phase}: {why}: {error}")
 
+    def _not_spoilt(self, step: StepInput, which: Sequence[int], result: StepResult) -> list[int]:
+        """Of the requests ``which`` of a step that failed, those that another backend can go on with; the others are
+        undone, as the next step may have changed their layers' states already."""
+        left: list[int] = []
+        for number in which:
+            one = step.scheduled[number]
+            if kept.is_spoilt(self.memories[one.sequence_id]):
+                result.requests[one.request_id].undone = True
+            else:
+                left.append(number)
+        return left
+
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         """After a pass that broke its requests are to be tried again, each in a pass of its own, so that only those
         fail that cannot run alone."""
@@ -248,10 +260,11 @@ class Worker:
 def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
     """The backend of recorded steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
-    if getattr(runner, "keeping", None) is not None:
-        return None  # a recorded step would have to find states where it was recorded with them: the host serves all
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
         return None
+    keeping = getattr(runner, "keeping", None)
+    if keeping is not None and not keeping.in_slots(device):
+        return None  # its modules know states as tensors of their own, not by what a step reads on the device
     if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:
         return None  # as for every kernel: see ops.triton.dispatch.supports
     from saccade.engine.device import DeviceBackend  # needs Triton

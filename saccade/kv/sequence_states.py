@@ -16,12 +16,18 @@ class SequenceStates:
     """The states of one sequence in slots of ``pool``. Before the first token there is always one, which takes no slot.
 
     ``slot``: where the state is that steps go on from, once they do (:meth:`begin` to :meth:`rest`); it is nobody
-    else's while a step runs. All others are snapshots, which the pool may give up for others.
+    else's while a step runs. All others are snapshots, which the pool may give up for others. ``spare``: a second slot,
+    where a device puts the next state and leaves this one as it was: a step of its that fails, or that nobody asks for,
+    has done nothing. ``spoilt``: the step after this one, which writes to ``slot``, was launched while this one might
+    still fail.
     """
 
     def __init__(self, pool: StatePool) -> None:
         self.pool = pool
         self.slot: int | None = None
+        self.spare: int | None = None
+        self.spoilt = False
+        self._more = 0  # tokens of this step beside those that it was scheduled for
         self._stands: int | None = None  # tokens that ``slot`` stands after; None within a step
         self._kept: dict[int, int] = {}  # snapshots: slots by the tokens that they stand after
         self.inner: tuple[int, int] | None = None  # of this step: after how many tokens layers leave a copy, and where
@@ -73,7 +79,25 @@ class SequenceStates:
                 pool.copy(own, fresh)
                 pool.unpin(own)
                 self.slot = fresh
-        self._stands = None
+        self._stands, self._more, self.spoilt = None, 0, False
+
+    def double(self) -> None:
+        """Have a spare slot, if there is room for one beside what sequences compute with."""
+        if self.spare is None:
+            self.spare = self.pool.take_spare(self)
+
+    def drop_spare(self) -> None:
+        """Others need the room more."""
+        if self.spare is not None:
+            spare, self.spare = self.spare, None
+            self.pool.drop_spare(spare)
+
+    def moved(self, times: int) -> None:
+        """The step has put the state into the spare slot, ``times`` tokens later."""
+        assert self.slot is not None, "a step begins before it moves its state"
+        assert self.spare is not None, "it has a slot to move it to"
+        self.pool.swap_spare(self.spare, self.slot)
+        self.slot, self.spare, self._more, self.spoilt = self.spare, self.slot, times - 1, False
 
     def leave(self, inner: int) -> None:
         """Layers are to leave a snapshot after ``inner`` tokens, in the midst of the step that began, if there is room
@@ -85,6 +109,7 @@ class SequenceStates:
         """The step ended well after ``length`` tokens, of which it computed ``rows``. A snapshot is due with ``keep``,
         or where one more such step would leave more than ``EVERY`` tokens without any."""
         assert self.slot is not None, "a step begins before it ends"
+        length, rows = length + self._more, rows + self._more
         self._stands = length
         if self.inner is not None:
             (at, slot), self.inner = self.inner, None
@@ -164,4 +189,5 @@ class SequenceStates:
             self.pool.unpin(self.slot)
         if self.inner is not None:
             self.pool.unpin(self.inner[1])
+        self.drop_spare()
         self.slot = self._stands = self.inner = None

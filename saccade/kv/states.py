@@ -71,6 +71,7 @@ class StatePool:
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[int, dict[SequenceStates, int]] = {}  # by slot, who may go back to it, and to which length
         self._pins: dict[int, int] = {}
+        self._spares: dict[int, SequenceStates] = {}  # pinned slots that their sequences can do without
         self._since: dict[int, float] = {}  # by held slot: the age when it was last of use
         self._age = 0.0
 
@@ -105,6 +106,9 @@ class StatePool:
         whoever has pinned it alone: nobody goes back to it then. CapacityError where all slots are pinned."""
         if not self._free:
             can = [slot for slot in self._held if slot not in self._pins or (slot == own and self._pins[slot] == 1)]
+            if not can and self._spares:
+                next(iter(self._spares.values())).drop_spare()
+                return self.take(own)
             if not can:
                 raise CapacityError(
                     f"all {self.slots} states are in use; raise kv_memory, a quarter of which they may take, or lower "
@@ -120,6 +124,23 @@ class StatePool:
         slot = self._free.pop()
         self._pins[slot] = 1
         return slot
+
+    def take_spare(self, states: SequenceStates) -> int | None:
+        """A slot, pinned, that ``states`` gives back where others need it (``drop_spare``); None where all slots are
+        pinned."""
+        if self.pinned == self.slots:
+            return None
+        slot = self.take()
+        self._spares[slot] = states
+        return slot
+
+    def swap_spare(self, spare: int, slot: int) -> None:
+        """A pinned ``slot`` is to spare from now on, and ``spare`` is not any more."""
+        self._spares[slot] = self._spares.pop(spare)
+
+    def drop_spare(self, spare: int) -> None:
+        del self._spares[spare]
+        self.unpin(spare)
 
     def pin(self, slot: int) -> None:
         self._pins[slot] = self._pins.get(slot, 0) + 1

@@ -17,10 +17,13 @@ from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
 from saccade.methods.options import require_whole
 from saccade.selection import Selection
+from saccade.selection.forms import MOST
 
 if TYPE_CHECKING:
     from saccade.methods.policy import Policy
 
+# Chosen on SmolLM2 and Qwen2.5-Coder, held on Gemma 3: KL, agreement and answers as dense's (docs/choosing.md).
+SAFE = "sampled_rows+psa"
 LEAST = 1024  # tokens below which nothing is left out, and nothing is timed
 SHORT_ANSWER = 16  # tokens; what a decode method learns of a context first is not made up for by fewer
 
@@ -129,6 +132,15 @@ def settled(policy: Policy, asked: Asked, offer: Callable[[], Offer]) -> tuple[P
     chosen = _with(policy, found)
     said = "given in the policy" if known is None else known.said
     return chosen, f"auto became '{chosen.text}' at {asked.length:,} tokens: {'; '.join([*whys, said])}"
+
+
+def ends(policy: Policy) -> list[Policy]:
+    """What a policy may become, as far as that is known without a model: itself, or dense and what a safe preset or its
+    own ``method`` makes of it."""
+    from saccade.methods.policy import Policy
+
+    offer = Offer(Policy.parse(SAFE), 1, 1, "")
+    return list(dict.fromkeys(settled(policy, Asked(length, length), lambda: offer)[0] for length in (0, MOST)))
 
 
 def _with(policy: Policy, methods: Mapping[str, Method]) -> Policy:

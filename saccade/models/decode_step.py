@@ -1,7 +1,8 @@
 """One decode step of many sequences as a fixed row of launches: nothing on the way asks the host for anything that only
 the device knows, so a CUDA graph can record it.
 
-Layers of the Llama shape run as matrix products with a few kernels between them, all others as transformers' modules.
+Layers of the Llama shape run as matrix products with a few kernels between them, all others as transformers' modules;
+those that keep a state find it in slots whose numbers lie on the device, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.interface import AttentionContext
+from saccade.models.keeping import SlotRows
 from saccade.models.runner import HFRunner
 
 
@@ -24,15 +26,23 @@ class DecodeStep:
         self._kernels = None if runner.llama is None else runner.llama.step_kernels()
 
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, wanted: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        wanted: Tensor | None = None,
+        states: SlotRows | None = None,
+    ) -> Tensor:
         """``token_ids``, ``positions`` int64 [rows] on the model's device -> float32 logits [rows, vocab_size], or
-        those of the rows ``wanted`` (int64 [n], there too) alone. ``ctx`` is asked to attend with all rows at once."""
+        those of the rows ``wanted`` (int64 [n], there too) alone. ``ctx`` is asked to attend with all rows at once.
+        ``states``: the rows', for layers that keep one."""
         runner, kernels, llama = self.runner, self._kernels, self._llama
         hidden = runner.embed(token_ids)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
-            for index in range(runner.spec.layers):
-                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], ctx)
+            for index in range(runner.depth):
+                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], ctx, states)
             return runner.logits(hidden if wanted is None else hidden[wanted])
         delta = None
         for index, layer in enumerate(kernels.layers):

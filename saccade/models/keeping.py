@@ -6,21 +6,27 @@ cache is a view of the engine's tensors (``interface.StateRows``), so what a mod
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature, unwrap
-from types import FunctionType, MethodType
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.kv.states import StateFormat, StatePart
+from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
-from saccade.ops.cpu_delta import on_cpu
+from saccade.models.rebuilt import plain_forward, with_functions
+from saccade.ops import slotted
+from saccade.ops.slots import NewRows, Slots
+
+Parts = Mapping[str, Tensor | Slots]
 
 
 class _Held:
@@ -28,20 +34,21 @@ class _Held:
 
     record_past = False
 
-    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.conv_states = _numbered(parts, "conv")
         self.recurrent_states = _numbered(parts, "recurrent")
 
 
-def _numbered(parts: Mapping[str, Tensor], kind: str) -> dict[int, Tensor]:
+def _numbered(parts: Parts, kind: str) -> dict[int, Tensor | Slots]:
     return {int(name.removeprefix(kind)): part for name, part in parts.items() if name.startswith(kind)}
 
 
 class _Cache:
-    """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place. A state
-    before the first token is zeros, as modules pad without one."""
+    """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place, or in
+    slots, which only kernels of ours look into (``ops.slotted``). A state before the first token is zeros, as modules
+    pad without one."""
 
-    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
     # Up to some version after 5.17 modules ask whether there is a state, and look into a layer for it.
@@ -56,21 +63,30 @@ class _Cache:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | Slots:
         return self.parts[f"conv{state_idx}"]
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | Slots:
         return self.parts[f"recurrent{state_idx}"]
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **sizes: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **sizes: Any
+    ) -> Tensor | NewRows:
         """``conv_states`` [sequences, channels, rows]: those of new rows; returned behind what was there."""
         held = self.parts[f"conv{state_idx}"]
+        if isinstance(held, Slots):
+            return NewRows(conv_states, held)
         whole = torch.cat([held, conv_states], -1)
         held.copy_(whole[..., -held.shape[-1] :])
         return whole
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.parts[f"recurrent{state_idx}"].copy_(recurrent_states)
+    def update_recurrent_state(
+        self, recurrent_states: Tensor | Slots, layer_idx: int, state_idx: int = 0
+    ) -> Tensor | Slots:
+        held = self.parts[f"recurrent{state_idx}"]
+        if isinstance(held, Slots) or isinstance(recurrent_states, Slots):
+            return held  # the kernel has written it
+        return held.copy_(recurrent_states)
 
 
 class _Shapes:
@@ -103,12 +119,39 @@ class _Shapes:
         return recurrent_states
 
 
+class _Pass(ABC):
+    """What a module that keeps a state is given for its cache where a pass has packed rows."""
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What a layer that attends, too, asks of a cache: its new keys and values, which go to whoever attends."""
+        return k, v
+
+    @abstractmethod
+    def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
+        """``inner`` of state layer ``layer`` over ``hidden`` [1, rows, channels]; ``keyword``: of its cache."""
+
+
 @dataclass(frozen=True, eq=False)
-class _Pieces:
-    """One pass: the rows of sequences, and their states."""
+class SlotRows(_Pass):
+    """A row of each of many sequences, whose states are in the slots ``reads`` of ``parts`` [state layers, slots, ...],
+    and then in ``writes``, int64 [rows] both."""
+
+    parts: Mapping[str, Tensor]
+    reads: Tensor
+    writes: Tensor
+
+    def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
+        held = {name: Slots(part[layer], self.reads, self.writes) for name, part in self.parts.items()}
+        return inner(hidden_states=hidden[0, :, None], **{keyword: _Cache(held)})[:, 0][None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces(_Pass):
+    """One pass: the rows of sequences, and their states. ``slotted``: kernels find them in their slots."""
 
     states: StateRows
     segments: Sequence[Segment]
+    slotted: bool
     singles: list[int] = field(init=False)  # segments of one row, which share a call
 
     def __post_init__(self) -> None:
@@ -123,29 +166,27 @@ class _Pieces:
     def slots(self) -> Tensor:
         return self._index([self.states.slots[at] for at in self.singles])
 
+    @cached_property
+    def every(self) -> Tensor:
+        """int64 [segments]: the slots of all."""
+        return self._index(list(self.states.slots))
+
     def _index(self, numbers: list[int]) -> Tensor:
         device = next(iter(self.states.parts.values())).device
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What a layer that attends, too, asks of a cache: its new keys and values, which go to whoever attends."""
-        return k, v
+        return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)  # nobody waits for the pass before
 
     def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
-        """``inner`` of state layer ``layer`` over ``hidden`` [1, rows, channels]; ``keyword``: of its cache."""
         parts = {name: part[layer] for name, part in self.states.parts.items()}
         out = torch.empty_like(hidden)
-        if len(self.singles) > 1:
-            held = {name: part[self.slots] for name, part in parts.items()}
-            out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: _Cache(held)})[:, 0]
-            for name, part in parts.items():
-                part[self.slots] = held[name]
+        together = self.singles if self.slotted or len(self.singles) > 1 else []
+        if together:
+            self._run_singles(inner, parts, hidden, out, keyword)
         for at, segment in enumerate(self.segments):
-            if segment.length == 1 and len(self.singles) > 1:
+            if segment.length == 1 and together:
                 continue
             slot, first = self.states.slots[at], segment.start
             rows, copied = self.states.inner.get(at, (0, 0))
-            cache = {keyword: _Cache({name: part[slot : slot + 1] for name, part in parts.items()})}
+            cache = {keyword: _Cache(self._own(parts, at))}
             for start, stop in ((first, first + rows), (first + rows, first + segment.length)):
                 if start < stop:
                     out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **cache)
@@ -153,6 +194,28 @@ class _Pieces:
                     for part in parts.values():
                         part[copied].copy_(part[slot])
         return out
+
+    def _run_singles(
+        self, inner: Callable[..., Tensor], parts: Mapping[str, Tensor], hidden: Tensor, out: Tensor, keyword: str
+    ) -> None:
+        if self.slotted:
+            held: dict[str, Tensor | Slots] = {
+                name: Slots(part, self.slots, self.slots) for name, part in parts.items()
+            }
+        else:
+            held = {name: part[self.slots] for name, part in parts.items()}
+        out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: _Cache(held)})[:, 0]
+        for name, part in parts.items():
+            if isinstance(changed := held[name], Tensor):
+                part[self.slots] = changed
+
+    def _own(self, parts: Mapping[str, Tensor], at: int) -> Parts:
+        """Those of segment ``at``."""
+        slot = self.states.slots[at]
+        if not self.slotted:
+            return {name: part[slot : slot + 1] for name, part in parts.items()}
+        where = self.every[at : at + 1]
+        return {name: Slots(part, where, where) for name, part in parts.items()}
 
 
 class _Split:
@@ -163,25 +226,32 @@ class _Split:
 
     def __call__(self, hidden_states: Tensor, **asked: Any) -> Tensor:
         for name, given in asked.items():
-            if isinstance(given, _Pieces):
+            if isinstance(given, _Pass):
                 return given.run(self.inner, self.layer, hidden_states, name)
         return self.inner(hidden_states, **asked)
 
 
-_RULES = ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule")
-
-
 def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
-    forward = unwrap(type(module).forward)  # what wraps it fires hooks of offloading, which we do not use
-    found = {name: on_cpu(forward.__globals__[name]) for name in _RULES if name in forward.__code__.co_names}
+    forward = plain_forward(module)
+    called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
+    found = {name: slotted.in_slots(name, one) for name, one in called.items()}
     if not found:
         return module.forward
-    own = FunctionType(
-        forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(own, module)
+    return with_functions(module, found)
+
+
+def _calls_kernels(module: Any) -> bool:
+    """Whether all that a module does with its states it does by functions that ``ops.slotted`` has kernels for."""
+    inner = module.forward.inner
+    called = set(inner.__func__.__code__.co_names) if isinstance(inner, MethodType) else set()
+    rules = called.intersection(slotted.NAMES)
+    steps = rules & {"torch_recurrent_gated_delta_rule", "mamba2_selective_state_update"}
+    chunks = rules & {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan"}
+    convolves = {"causal_conv1d_update", "causal_conv1d_fn"} <= rules
+    known = getattr(module, "activation", None) in slotted.ACTIVATIONS
+    recurs = any("recurrent_state" in name for name in called)
+    return convolves and known and (not recurs or (bool(steps) and bool(chunks)))
 
 
 class KeepingLayers:
@@ -197,6 +267,7 @@ class KeepingLayers:
         for number, place in enumerate(attending_layers(family, config)):
             layers[place].self_attn.layer_idx = number  # by which it is known to whoever attends
         self._channels = config.hidden_size
+        self._in_slots = all(map(_calls_kernels, self._modules))
 
     @cached_property
     def format(self) -> StateFormat:
@@ -219,4 +290,8 @@ class KeepingLayers:
             for part in parts.values():
                 part.zero_()
             states = StateRows(parts, range(len(segments)))
-        return _Pieces(states, segments)
+        return _Pieces(states, segments, self.in_slots(device))
+
+    def in_slots(self, device: torch.device) -> bool:
+        """Whether kernels find the states of a pass in their slots on ``device``."""
+        return self._in_slots and slotted.serves(device)

@@ -22,7 +22,7 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "nemotron_h",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
@@ -77,6 +77,10 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "keys and values shared between layers",
     ),
     (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
+    (
+        _type_in("nemotron_h"),
+        "layers that are an MLP or experts alone, which neither attend nor keep a state (its Mamba-2 would run)",
+    ),
     (
         _says_recurrent,
         "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.machine import sent
+from saccade.models import fused_modules
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import (
     AheadRows,
@@ -60,6 +61,8 @@ class HFRunner:
         self._embedding = decoder.embed_tokens
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
+        if self.keeping is not None and fused_modules.serves(self.device):
+            fused_modules.fuse(model)
 
     @property
     def device(self) -> torch.device:

@@ -62,6 +62,10 @@ _AUDITED = {  # means that audits estimate
     "output_error_scaled": "The same over the sum of weights times norms of values",
     "divergence": "KL divergence of the next token from dense, in nats",
 }
+_COMPILED = {
+    "compiled_kernels": "Kernels that the engine compiled at their first use.",
+    "compile_seconds": "Seconds for which it did so, and requests waited.",
+}
 _BYTES = {
     "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
     "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
@@ -309,6 +313,10 @@ class _Engine(Collector):
         for name, said in _STORED.items() if stored else ():
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
+            yield counted
+        for (name, said), value in zip(_COMPILED.items(), now.compiled):
+            counted = CounterMetricFamily(f"saccade:{name}", said, labels=["model_name"])
+            counted.add_metric([self._model], value)
             yield counted
         for place, (name, said) in enumerate(_BYTES.items()):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
