@@ -108,7 +108,7 @@ compliance: setup
 
 test-page: setup $(CLIENT)
 	npm install --silent --no-audit --no-fund --prefix build/page axe-core@4
-	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_page.py build/page/node_modules/axe-core/axe.min.js $(PICTURES)
+	SACCADE=$(BIN)/saccade MODEL=$(or $(MODEL),retriever) $(CLIENT) tests/server_page.py build/page/node_modules/axe-core/axe.min.js $(PICTURES)
 
 # The tests that touch transformers with a version of it in a folder of its own, for the lowest and the newest one that
 # pyproject.toml allows: make test-transformers VERSION=5.17.0

@@ -58,7 +58,14 @@ def main() -> None:
     room = given.context + 2 * given.block * (given.pairs + 1) + WARM + 64
     with tempfile.TemporaryDirectory() as made:
         folder = model_folder(given.model, Path(made), torch.bfloat16, room)
-        llm = LLM(folder, dtype="bfloat16", max_model_len=room, max_requests=given.batch, device=given.device)
+        llm = LLM(
+            folder,
+            dtype="bfloat16",
+            max_model_len=room,
+            max_requests=given.batch,
+            device=given.device,
+            enable_prefix_caching=False,
+        )
         rounds = Rounds(llm, given)
         gc.collect()
         gc.freeze()  # as the server does: a collection walks over all prompts

@@ -31,7 +31,7 @@ def recorded(tokens: int, task: str) -> Iterator[tuple[Tensor, Tensor]]:
         if call.q.shape[1] == 1 and len(found) < 12:
             found.append((call.q[:, 0].clone(), call.kv.keys()))
 
-    with LLM("reference", dtype="float32") as llm:
+    with LLM("reference", dtype="float32", enable_prefix_caching=False) as llm:
         turn = make(task, tokens, 1).turns[0]
         ids = llm.encode(" ".join(turn.context) + turn.question)
         with observing(llm.engine, see):

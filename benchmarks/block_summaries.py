@@ -56,7 +56,7 @@ RANKINGS = {  # name: (block size, blocks, how they are scored)
 
 
 def main(task: str, length: int) -> None:
-    llm = LLM("reference", dtype="bfloat16")
+    llm = LLM("reference", dtype="bfloat16", enable_prefix_caching=False)
     found: dict[str, list[Tensor]] = defaultdict(list)
 
     def look(call: AttentionCall) -> None:

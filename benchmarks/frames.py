@@ -134,7 +134,7 @@ def main() -> None:
         model = make_checkpoint(
             "llama", Path(scratch, "model"), num_hidden_layers=4, hidden_size=64, max_position_embeddings=4096
         )
-        llm = LLM(model, kv_memory="256MiB", threads=1)
+        llm = LLM(model, kv_memory="256MiB", threads=1, enable_prefix_caching=False)
         frames = watch()
         llm.generate([[1, 2, 3]], params(4))
         print(

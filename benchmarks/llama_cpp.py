@@ -184,7 +184,7 @@ def same(given: argparse.Namespace, folder: Path) -> None:
     """llama.cpp's greedy answers, scored by Saccade."""
     for kind, dtype in (("f32", "float32"), ("bf16", "bfloat16")):
         prompts, answers = [], []
-        with LLM(given.path, dtype=dtype, device="cpu", threads=max(given.threads)) as llm:
+        with LLM(given.path, dtype=dtype, device="cpu", threads=max(given.threads), enable_prefix_caching=False) as llm:
             tokenizer = load_tokenizer(given.path)
             for index in range(given.same):
                 said = make("single", given.same_tokens, index).turns[0].message()

@@ -226,6 +226,7 @@ def main() -> None:
             threads=chosen.threads,
             exact=False,
             **options,
+            enable_prefix_caching=False,
         )
         gc.collect()
         gc.freeze()  # as a server does: else a walk over all that torch imported falls into one measurement or another

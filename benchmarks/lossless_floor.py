@@ -59,6 +59,7 @@ def main() -> None:
             threads=chosen.threads,
             exact=False,
             device=chosen.device,
+            enable_prefix_caching=False,
         )
         gc.collect()
         gc.freeze()

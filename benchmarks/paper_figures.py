@@ -92,7 +92,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.model:
         lengths = args.length or [1024]
-        with LLM(args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 8) as llm:
+        with LLM(
+            args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 8, enable_prefix_caching=False
+        ) as llm:
             before: dict[int, Captured] = {}
             for file in args.file:
                 text = text_of(file, args.at)

@@ -96,7 +96,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     lengths = args.length or [2048, 4096, 8000]
-    with LLM(args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 2) as llm:
+    with LLM(
+        args.model, dtype="float32", threads=1, max_model_len=max(lengths) + 2, enable_prefix_caching=False
+    ) as llm:
         text = text_of(args.file, 0.3)
         runs = {n: captured(llm, tokens_of(llm, text, n + 1, 1, False), 1, args.cache) for n in lengths}
     if args.capture:

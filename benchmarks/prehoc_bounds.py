@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--keys", type=int, default=432, help="of the oracle that CIS is held to")
     given = parser.parse_args()
-    llm = LLM(given.model, dtype="float32", max_model_len=given.tokens + given.steps + 2)
+    llm = LLM(given.model, dtype="float32", max_model_len=given.tokens + given.steps + 2, enable_prefix_caching=False)
     vocabulary = llm.model.spec.vocab_size
     ids = torch.randint(vocabulary // 2, (given.tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     distances = [2**power for power in range(5, 20) if 2**power < given.tokens]

@@ -314,7 +314,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1 if options.clock == "processor" else torch.get_num_threads())
     clock = CLOCKS[options.clock]
-    with LLM(options.model, dtype="bfloat16", kv_memory="64MiB") as llm:
+    with LLM(options.model, dtype="bfloat16", kv_memory="64MiB", enable_prefix_caching=False) as llm:
         asked, spec = trace(llm, options), llm.model.spec
     layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, 32)
     mean = fmean(len(one.ids) + one.most for one in asked)
@@ -333,7 +333,9 @@ def main() -> None:
             host = max(512 << 20, room)
             more = {"kv_host": host, "kv_pool": system.pool, "kv_replacement": options.replacement}
         gap = None if bound is None else max(0.001, bound)
-        with LLM(options.model, kv_memory=memory, max_token_gap=gap, **settings, **more) as llm:
+        with LLM(
+            options.model, kv_memory=memory, max_token_gap=gap, **settings, **more, enable_prefix_caching=False
+        ) as llm:
             yield Replay(llm, system, clock)
 
     with served(System("dense", "dense", tiered=False), None) as replay:

@@ -151,7 +151,15 @@ def decode(counter: Counter, folder: Path, policy: str, batch: int, exact: bool,
     counter.steps.clear()
     counter.install()  # before an engine starts a thread of its own
     try:
-        llm = LLM(folder, dtype="float32", kv_memory="64MiB", exact=exact, threads=1, device=device)
+        llm = LLM(
+            folder,
+            dtype="float32",
+            kv_memory="64MiB",
+            exact=exact,
+            threads=1,
+            device=device,
+            enable_prefix_caching=False,
+        )
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         outputs = llm.generate([random_ids(PROMPT, seed=i) for i in range(batch)], params, policy=policy)
     finally:
@@ -176,7 +184,9 @@ def main() -> None:
         folder = make_checkpoint(
             "llama", Path(scratch, "model"), num_hidden_layers=LAYERS, hidden_size=64, max_position_embeddings=2048
         )
-        LLM(folder, dtype="float32", kv_memory="64MiB", device=options.device).generate([1, 2, 3])  # imports the rest
+        LLM(folder, dtype="float32", kv_memory="64MiB", device=options.device, enable_prefix_caching=False).generate(
+            [1, 2, 3]
+        )  # imports the rest
         watch_kernels(counter)
         print("policy                     batch  calls a step  a request  kernels  frames to a kernel")
         for policy in options.policies.split(";"):

@@ -43,7 +43,9 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     contexts = [int(context) for context in given.contexts.split(",")]
     began = time.perf_counter()
-    llm = LLM(given.file, device="cpu", max_model_len=max(contexts) + given.tokens + 2 * WARM)
+    llm = LLM(
+        given.file, device="cpu", max_model_len=max(contexts) + given.tokens + 2 * WARM, enable_prefix_caching=False
+    )
     weights = llm.model.matrix_bytes
     print(f"loaded in {time.perf_counter() - began:.2f} s; a step reads {weights / 1e6:.0f} MB", flush=True)
     for _ in range(given.turns):

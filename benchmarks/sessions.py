@@ -93,6 +93,7 @@ def main() -> None:
             max_model_len=length,
             max_requests=1,
             session_dir=f"{store}:1TiB",
+            enable_prefix_caching=False,
         ) as llm:
             assert llm.sessions is not None
             vocab = llm.model.spec.vocab_size

@@ -95,8 +95,15 @@ def main() -> None:
         model = options.model or make_checkpoint(
             "llama", Path(scratch, "model"), num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048
         )
-        counted = Counted(lambda: LLM(model, kv_memory="256MiB", threads=options.threads), frames=not options.rounds)
-        llm = LLM(model, kv_memory="256MiB", threads=options.threads) if options.rounds else None
+        counted = Counted(
+            lambda: LLM(model, kv_memory="256MiB", threads=options.threads, enable_prefix_caching=False),
+            frames=not options.rounds,
+        )
+        llm = (
+            LLM(model, kv_memory="256MiB", threads=options.threads, enable_prefix_caching=False)
+            if options.rounds
+            else None
+        )
         prompt = random_ids(options.tokens, seed=0)
         policies = options.policies.split(";") if options.policies else every_policy()
         print(f"{'policy':32} {'calls a step':>12} {'most':>6} {'of dense':>9} {'frames':>6}  {'time of dense':>13}")

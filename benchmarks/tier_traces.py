@@ -170,7 +170,7 @@ def main() -> None:
     else:
         traces = []
         text = options.text.read_text(errors="replace") if options.text else ""
-        with LLM(options.model, dtype="bfloat16") as llm:
+        with LLM(options.model, dtype="bfloat16", enable_prefix_caching=False) as llm:
             for policy in options.policies:
                 for task in ["text"] if options.text else options.tasks:
                     for index in range(options.samples):

@@ -153,7 +153,15 @@ def paired(options: argparse.Namespace, path: Path, most: int) -> None:
             all_bytes = count * (options.tokens + 2 * options.steps + 32) * each
             memory = int((1.3 if share is None else share) * all_bytes)
             disk = None if share is None else options.kv_disk
-            with LLM(path, kv_memory=memory, kv_disk=disk, max_model_len=most, max_requests=count, **layout) as llm:
+            with LLM(
+                path,
+                kv_memory=memory,
+                kv_disk=disk,
+                max_model_len=most,
+                max_requests=count,
+                **layout,
+                enable_prefix_caching=False,
+            ) as llm:
                 seconds, moved = alternate(llm, count, policy, options)
             if share is None:
                 whole = statistics.median(seconds[0] + seconds[1])
@@ -173,7 +181,7 @@ def paired(options: argparse.Namespace, path: Path, most: int) -> None:
 
 def token_bytes(path: Path | str) -> int:
     """Keys and values of a token, in bfloat16."""
-    with LLM(path, dtype="bfloat16", kv_memory="64MiB") as llm:
+    with LLM(path, dtype="bfloat16", kv_memory="64MiB", enable_prefix_caching=False) as llm:
         spec = llm.model.spec
     return 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim
 
@@ -255,6 +263,7 @@ def main() -> None:
                     kv_disk=disk,
                     threads=options.threads,
                     exact=False,
+                    enable_prefix_caching=False,
                 )
                 with llm:
                     rows = list(steps(llm, tokens, policy, options.steps, options.cold, options.keys == "topics"))

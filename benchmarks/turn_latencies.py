@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     lengths, policies = args.length or [4096], args.policy or POLICIES
-    with LLM(args.model, dtype="bfloat16", threads=args.threads, device=args.device) as llm:
+    with LLM(
+        args.model, dtype="bfloat16", threads=args.threads, device=args.device, enable_prefix_caching=False
+    ) as llm:
         most = llm.max_model_len - TURNS * args.answer
         text = text_of(args.file, 0.3)
         print(f"{args.model}, {args.threads} threads: ms to the first token / between tokens")

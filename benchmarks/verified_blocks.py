@@ -27,7 +27,14 @@ def main() -> None:
     parser.add_argument("--drafts", default=DRAFTS)
     given = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    llm = LLM("reference", dtype="bfloat16", max_model_len=given.length + 300, max_requests=1, device="cpu")
+    llm = LLM(
+        "reference",
+        dtype="bfloat16",
+        max_model_len=given.length + 300,
+        max_requests=1,
+        device="cpu",
+        enable_prefix_caching=False,
+    )
     with llm:
         for task in given.tasks.split(","):
             prompts = [render(llm.tokenizer, [], make(task, given.length, n).turns[0]).ids for n in range(given.count)]

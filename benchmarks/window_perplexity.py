@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a file, cut into texts of --length tokens")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    llm = LLM(args.model, dtype=args.dtype, threads=args.threads)
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, enable_prefix_caching=False)
     texts: list[tuple[list[int], int]] = []  # token ids, and how many of the last are measured
     if args.text is not None:
         ids = llm.encode(args.text.read_text(encoding="utf-8"))

@@ -66,9 +66,8 @@ class LLM:
         reason = fa4.why_not(checked_device(config.device)) if config.fa4 else None
         if reason is not None:
             raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
-        self.model = load_model(
-            checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize, config.lora
-        )
+        folder = checkpoint_folder(config.model, config.revision)
+        self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
         ranks, link = config.tensor_parallel_size, None
         if ranks > 1:
             link = RankLink(ranks)

@@ -28,6 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 def make(folder, blocks: int = 400, **options: Any) -> LLM:
+    """A small engine that keeps nothing of ended requests, unless it is told to: tests count blocks and tokens."""
+    options.setdefault("enable_prefix_caching", False)
     return LLM(
         folder, dtype="float32", kv_memory=blocks * BLOCK_BYTES, prefill_chunk=options.pop("chunk", 64), **options
     )

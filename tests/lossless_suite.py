@@ -31,7 +31,14 @@ def main() -> int:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--exact", action="store_true")
     chosen = parser.parse_args()
-    llm = LLM(chosen.model, dtype="float32", max_model_len=chosen.length + 64, max_requests=BATCH, exact=chosen.exact)
+    llm = LLM(
+        chosen.model,
+        dtype="float32",
+        max_model_len=chosen.length + 64,
+        max_requests=BATCH,
+        exact=chosen.exact,
+        enable_prefix_caching=False,
+    )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
     names, differ, drafted, accepted, began = list(TASKS), 0, 0, 0, time.perf_counter()
     with llm:

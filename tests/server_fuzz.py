@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,25 @@ ANTHROPIC: dict[str, list[Any]] = {
     "session_id": NAMED,
     "chat_template_kwargs": [{"a": HALF}, {"tokenize": True}, {"continue_final_message": True}],
 }
+# Calls in each format, of which a request has the model say one, whole or bent; the server speaks any format.
+_OBJECT = '{"name": "f", "arguments": {"a": "b"}}'
+SAID = [
+    f"<tool_call>{_OBJECT}</tool_call>",
+    "<tool_call><function=f><parameter=a>b</parameter></function></tool_call>",
+    "<tool_call>f\n<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>",
+    f"[TOOL_CALLS] [{_OBJECT}, {_OBJECT}]",
+    '[TOOL_CALLS]f[ARGS]{"a": "b"}',
+    '<|python_tag|>f.call(a="b")',
+    "[f(a='b'), f()]",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<|channel|>analysis<|message|>x<|end|><|start|>assistant"
+    ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
+    "<think>x</think>" + _OBJECT,
+]
+_F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 KEYS = {"one": "sk-fuzz-0123456789abcdef", "two": "sk-fuzz-fedcba9876543210"}
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/v1/documents"]
+PATHS += ["/tokenize", "/detokenize"]
 PATHS += ["/v1/messages", "/v1/messages", "/v1/messages/count_tokens"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
@@ -104,6 +122,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/selection_maps": {"prompt": "x", "max_tokens": 1},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/documents": {"name": "a.html", "data": "PGh0bWw+PHA+eA=="},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -111,6 +130,8 @@ GOOD: dict[str, dict[str, Any]] = {
 
 def body(rng: random.Random, path: str) -> bytes:
     """A request whose JSON is valid and whose fields are odd, mostly."""
+    if path in ("/v1/chat/completions", "/v1/responses", "/v1/messages") and rng.random() < 0.04:
+        return called(rng, path)
     made = dict(GOOD[path])
     if path.startswith("/v1/messages") and rng.random() < 0.7:
         return json.dumps(made | anthropic(rng)).encode()
@@ -131,6 +152,28 @@ def body(rng: random.Random, path: str) -> bytes:
     elif not isinstance(made.get("max_tokens"), int) and path.startswith("/v1"):
         made["max_tokens"] = made.get("max_tokens") or 1
     return json.dumps(made).encode()
+
+
+def called(rng: random.Random, path: str) -> bytes:
+    """A request whose answer is a call, or nearly one, or must be one."""
+    made = dict(GOOD[path])
+    responses = path == "/v1/responses"
+    tools = [{"type": "function", **_F}] if responses else [{"type": "function", "function": _F}]
+    made["tools"] = [{"name": "f", "input_schema": _F["parameters"]}] if path == "/v1/messages" else tools
+    made["max_output_tokens" if responses else "max_tokens"] = rng.choice([40, 150])
+    if rng.random() < 0.3:
+        made["tool_choice"] = {"type": "any"} if path == "/v1/messages" else "required"
+    else:
+        said = rng.choice(SAID)
+        for _ in range(rng.choice([0, 0, 1, 2, 5])):
+            at = rng.randrange(len(said) + 1)
+            said = (
+                said[:at]
+                + rng.choice(["", said[at + 1 : at + 9], '"', "{", "]", "\n", "<", "\\", "😀"])
+                + said[at + 1 :]
+            )
+        made["structured_outputs"] = {"choice": [said or "x"]}
+    return json.dumps(made | {"stream": rng.random() < 0.5}).encode()
 
 
 def anthropic(rng: random.Random) -> dict[str, Any]:
@@ -244,10 +287,13 @@ def check(data: bytes, answer: bytes) -> int:
     return status
 
 
-def fuzz(address: tuple[str, int], count: int, seed: int) -> Counter[int]:
-    """Send ``count`` requests; a good one after each thousand must be answered. Statuses and how often they came."""
-    rng, statuses = random.Random(seed), Counter[int]()
+def fuzz(address: tuple[str, int], count: int, seed: int, change: Any = None) -> Counter[int]:
+    """Send ``count`` requests; a good one after each thousand must be answered. Statuses and how often they came.
+    ``change``: called before every twentieth."""
+    rng, other, statuses = random.Random(seed), random.Random(seed), Counter[int]()
     for number in range(1, count + 1):
+        if change is not None and number % 20 == 1:
+            change(other)
         data = request(rng)
         statuses[check(data, send(address, data, rng))] += 1
         if number % 1000 == 0 or number == count:
@@ -286,6 +332,17 @@ def a_server() -> Iterator[Any]:
             yield server
 
 
+def speaks(server: Any, rng: random.Random) -> None:
+    """Have the server's model speak some format."""
+    from dataclasses import replace
+
+    from saccade.server import reasoning
+    from saccade.server.tool_formats import FORMATS
+
+    calls, thoughts = rng.choice([*FORMATS, None]), rng.choice([*reasoning.FORMATS, None])
+    server.serving.config = replace(server.serving.config, tool_parser=calls, reasoning_parser=thoughts)
+
+
 def main(count: int, seed: int) -> None:
     """Fuzz a server of its own, in slices, with the memory after each."""
     import logging
@@ -296,7 +353,7 @@ def main(count: int, seed: int) -> None:
     with a_server() as server:
         slices = max(1, count // 5000)
         for part in range(slices):
-            statuses = fuzz(server.server.address, count // slices, seed + part)
+            statuses = fuzz(server.server.address, count // slices, seed + part, partial(speaks, server))
             server.idle()
             now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
             print(f"{(part + 1) * (count // slices)}: {now} MiB, {dict(sorted(statuses.items()))}", flush=True)

@@ -65,6 +65,20 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+def streamed_calls(deltas: list[Any]) -> list[Any]:
+    """The calls that a stream's deltas tell piece by piece, as a whole message has them."""
+    calls: list[Any] = []
+    for piece in [piece for delta in deltas for piece in delta.get("tool_calls", [])]:
+        if "id" in piece:
+            assert piece["index"] == len(calls)
+            calls.append({name: value for name, value in piece.items() if name != "index"})
+        else:
+            assert set(piece) == {"index", "function"}
+            assert piece["index"] == len(calls) - 1
+            calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    return calls
+
+
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
 # Of ``far_llama``, in a cache of FAR_BLOCKS: half a minute and more, for tests that look at what runs, and then end it.
 FAR_BLOCKS = 4000

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from saccade import machine
+from saccade.cli.fits import fits
 from saccade.cli.main import main
 from saccade.engine.config import EngineConfig
 
@@ -221,7 +222,7 @@ def test_doctor_names_versions_and_backends(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     facts = json.loads(out)
     assert code == 0
-    assert set(facts) == {"versions", "machine", "backends", "gpu", "models", "recorded decode steps"}
+    assert set(facts) == {"versions", "machine", "backends", "gpu", "what fits", "models", "recorded decode steps"}
     assert {"cis", "h2o", "lfps", "loopserve"} < set(facts["recorded decode steps"]["methods"].split(", "))
     assert facts["recorded decode steps"]["bring KV in from kv_host"].startswith(
         "arkvale, dense, psa, quest, streaming;"
@@ -230,6 +231,15 @@ def test_doctor_names_versions_and_backends(capsys):
     assert facts["versions"]["torch"]
     assert facts["backends"]["reference"].startswith("ready")
     assert run(capsys, "doctor")[1].count("\n") > 10
+    assert all(" tokens" in line or "none: " in line for name, line in facts["what fits"].items() if "bit" in name)
+
+
+def test_what_fits_a_memory():
+    least = {name: line.partition(":")[0] for name, line in fits(1 << 30).items()}
+    assert list(least.values()) == ["none", "up to 0.5B (Qwen2.5)", "up to 0.5B (Qwen2.5)"]
+    whole = fits(80 << 30)
+    assert whole["bfloat16"].startswith("up to 32B (Qwen3): 61.1 GiB of weights, and room for 44,000 tokens")
+    assert whole["4 bits (Q4_K_M, int4)"].startswith("up to 70B (Llama 3.1): 39.5 GiB of weights, and room for")
 
 
 def test_doctor_alarms_nobody_on_a_machine_without_gpu(capsys, monkeypatch):

@@ -29,7 +29,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=9)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("retriever", dtype="float32", max_model_len=1024, kv_memory="64MiB") as engine:
+    with LLM(
+        "retriever", dtype="float32", max_model_len=1024, kv_memory="64MiB", enable_prefix_caching=False
+    ) as engine:
         yield engine
 
 
@@ -288,7 +290,7 @@ def test_a_model_without_chat_template_is_refused(tmp_path_factory):
     from tiny_models import make_checkpoint
 
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("plain"))
-    with LLM(folder, kv_memory="8MiB") as plain:
+    with LLM(folder, kv_memory="8MiB", enable_prefix_caching=False) as plain:
         plain.tokenizer.hf.chat_template = None
         with pytest.raises(RequestError, match="no chat template; saccade generate"):
             Conversation(plain, Policy.parse("dense"), PARAMS, print)

@@ -219,7 +219,9 @@ def served(folder, monkeypatch, policies, **options):
         logits, run = HFRunner.logits, JoinedRows.run_layers
         patch.setattr(HFRunner, "logits", lambda self, hidden: seen.append(logits(self, hidden)) or seen[-1])
         patch.setattr(JoinedRows, "run_layers", lambda *rest: whole.append(run(*rest)) or whole[-1])
-        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, **options)
+        llm = LLM(
+            folder, kv_memory="16MiB", prefill_chunk=128, exact=False, **{"enable_prefix_caching": False, **options}
+        )
         ids = [random_ids(110 + 9 * i, seed=i) for i in range(len(policies))]
         outputs = llm.generate(ids, FEW, policy=policies)
         with llm.session(policies[0]) as session:
@@ -281,7 +283,7 @@ class Calls:
 
 @pytest.mark.parametrize("policy", [*FIXED[:-1], "topk(k=24)", "lfps(k=20, unit=kv_head, blocks=0)", "cis(k=20)"])
 def test_a_planned_step_is_one_kernel_call_and_the_heads(folder, monkeypatch, policy):
-    llm = LLM(folder, kv_memory="16MiB", exact=False)
+    llm = LLM(folder, kv_memory="16MiB", exact=False, enable_prefix_caching=False)
     for number in range(3):
         llm.engine.add(random_ids(200 + number, seed=number), FEW, Policy.parse(policy))
     for _ in range(5):
@@ -308,7 +310,7 @@ def test_rows_that_need_somebody_between_layers_have_him(folder, monkeypatch, po
 def test_a_clock_times_the_parts_of_a_call(folder, monkeypatch):
     policies = ["dense", "psa(epsilon=0.7, block_size=8, rank=cuboid)", LISTED[0], LISTED[4], LISTED[-3]]
     plain, _, _ = served(folder, monkeypatch, policies)
-    llm, clock = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False), Clock()
+    llm, clock = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, enable_prefix_caching=False), Clock()
     ids = [random_ids(110 + 9 * i, seed=i) for i in range(len(policies))]
     requests = [llm.engine.add(one, FEW, Policy.parse(policy)) for one, policy in zip(ids, policies)]
     calls = Calls(cpu.kernels())
@@ -328,7 +330,7 @@ def test_a_clock_times_the_parts_of_a_call(folder, monkeypatch):
 
 
 def test_somebody_who_looks_on_sees_every_layer(folder):
-    llm, calls = LLM(folder, kv_memory="16MiB", exact=False), []
+    llm, calls = LLM(folder, kv_memory="16MiB", exact=False, enable_prefix_caching=False), []
     llm.engine.watch.observer = lambda call: calls.append((call.phase, call.layer))
     llm.generate(random_ids(60, seed=1), FEW)
     assert Counter(calls)["decode", 1] == FEW.max_tokens - 1

@@ -499,7 +499,7 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
     few = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
     def answers():
-        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, enable_prefix_caching=False)
         outputs = llm.generate(ids, few, policy=policies)
         with llm.session("psa(epsilon=0.6, block_size=8, microbatch=1, rank=cuboid)") as session:
             outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
@@ -529,7 +529,15 @@ def test_batches_that_pick_single_keys_do_as_their_hooks(folder, monkeypatch, dt
     few = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
     def answers():
-        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, dtype=dtype, threads=threads)
+        llm = LLM(
+            folder,
+            kv_memory="16MiB",
+            prefill_chunk=128,
+            exact=False,
+            dtype=dtype,
+            threads=threads,
+            enable_prefix_caching=False,
+        )
         outputs = llm.generate(ids, few, policy=LISTED)
         with llm.session("lfps(k=20, history=keep)") as session:
             outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
@@ -555,7 +563,7 @@ def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch,
     few = SamplingParams(temperature=0, max_tokens=37, ignore_eos=True)
 
     def left():
-        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, enable_prefix_caching=False)
         with llm.session(policy) as session:
             session.generate(random_ids(170, seed=3), few)
             (sequence,) = llm.engine.scheduler.idle.values()
@@ -603,7 +611,7 @@ def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
     monkeypatch.setattr(PlannedRows, "run", layer)
 
     def answers(clock):
-        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, enable_prefix_caching=False)
         if clock is None:
             return llm.generate(ids, few, policy=policies)
         with timing(llm.engine, clock):

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64) as llm:
+    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, enable_prefix_caching=False) as llm:
         return [tokens(one) for one in llm.generate(PROMPTS, LONG, policy=CHOSEN)]
 
 

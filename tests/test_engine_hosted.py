@@ -52,7 +52,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cpu") as llm:
+    with LLM(
+        folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cpu", enable_prefix_caching=False
+    ) as llm:
         yield llm
 
 
@@ -63,7 +65,7 @@ def expected(whole):
 
 def hosting(folder, slots: int, host="64MiB", **options) -> LLM:
     settings = {"dtype": "float32", "prefill_chunk": 64, "device": "cpu", "kv_compute": "host", **options}
-    return LLM(folder, kv_memory=slots * SLOT, kv_host=host, **settings)
+    return LLM(folder, kv_memory=slots * SLOT, kv_host=host, **{"enable_prefix_caching": False, **settings})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_the_trained_model_answers_alike():
     settings, answers = {"dtype": "float32", "device": "cpu", "exact": False}, []
     part = KVFormat(torch.float32, 1, 64, 32).block_bytes
     for options in ({"kv_memory": "64MiB"}, {"kv_memory": 60 * part, "kv_host": "64MiB", "kv_compute": "host"}):
-        with LLM("reference", **settings, **options) as llm:
+        with LLM("reference", **settings, **{"enable_prefix_caching": False, **options}) as llm:
             answers.append([tokens(one) for one in llm.generate(prompts, GREEDY, policy=policies)])
     assert answers[0] == answers[1]
 
@@ -228,7 +230,14 @@ def test_a_prompt_that_others_share_is_attended_by_all(folder, whole):
 def test_audits_see_the_whole_of_attention(folder):
     params, prompt, told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), random_ids(197, seed=4), []
     audited = {"audit": 1.0, "audit_steps": 1.0}
-    alone = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cpu", **audited)
+    alone = LLM(
+        folder,
+        dtype="float32",
+        kv_memory="64MiB",
+        prefill_chunk=64,
+        device="cpu",
+        **{"enable_prefix_caching": False, **audited},
+    )
     for llm in (alone, hosting(folder, 30, **audited)):
         with llm:
             (done,) = llm.generate([prompt], params, policy=LFPS)
@@ -424,4 +433,14 @@ def test_what_does_not_go_together_is_refused(folder, tmp_path, options):
     if "kv_disk" in options:
         options = {"kv_disk": f"{tmp_path}:1GiB"}
     with pytest.raises(SaccadeError, match="kv_compute"):
-        LLM(folder, **{"kv_memory": 20 * SLOT, "kv_host": "1MiB", "kv_compute": "host", "device": "cpu", **options})
+        LLM(
+            folder,
+            **{
+                "enable_prefix_caching": False,
+                "kv_memory": 20 * SLOT,
+                "kv_host": "1MiB",
+                "kv_compute": "host",
+                "device": "cpu",
+                **options,
+            },
+        )

@@ -51,13 +51,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    with LLM(folder, kv_memory="64MiB", **OPTIONS) as whole:
+    with LLM(folder, kv_memory="64MiB", **{"enable_prefix_caching": False, **OPTIONS}) as whole:
         return [tokens(one) for one in whole.generate(PROMPTS, SOME, policy=POLICIES)]
 
 
 def answers(folder, tmp_path, slots=45, replacement="clock"):
     disk = f"{tmp_path}:64MiB"
-    with LLM(folder, kv_memory=slots * SLOT, kv_disk=disk, kv_replacement=replacement, **OPTIONS) as llm:
+    with LLM(
+        folder,
+        kv_memory=slots * SLOT,
+        kv_disk=disk,
+        kv_replacement=replacement,
+        **{"enable_prefix_caching": False, **OPTIONS},
+    ) as llm:
         done = llm.generate(PROMPTS, SOME, policy=POLICIES)
         nothing_left(llm.pool)
         return done, llm.pool.tiers.counts

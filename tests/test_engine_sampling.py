@@ -25,7 +25,7 @@ PROMPT = random_ids(60, seed=5)
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama):
-    engine = LLM(tiny_llama, dtype="float32", kv_memory="20MiB")
+    engine = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", enable_prefix_caching=False)
     yield engine
     assert engine.engine.pool.used_blocks == 0
 
@@ -278,7 +278,7 @@ def test_max_tokens_and_finish_reasons(llm, tiny_llama):
         output = run(llm, max_tokens=count, ignore_eos=True)
         assert len(output.token_ids) == count
         assert output.finish_reason == "length"
-    short = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", max_model_len=64)
+    short = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", max_model_len=64, enable_prefix_caching=False)
     for most in (None, 10):
         output = short.generate(PROMPT, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))[0].outputs[0]
         assert len(output.token_ids) == 4
@@ -295,12 +295,12 @@ def test_stop_token_ids_end_after_the_token(llm):
 
 def test_the_end_token_ends_unless_ignored(tmp_path_factory, tiny_llama):
     """The end token is made the likeliest token by naming the one that greedy decoding picks."""
-    llm = LLM(tiny_llama, dtype="float32", kv_memory="20MiB")
+    llm = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", enable_prefix_caching=False)
     whole = run(llm, ignore_eos=True).token_ids
     folder = make_checkpoint(
         "llama", tmp_path_factory.mktemp("eos"), max_position_embeddings=2048, eos_token_id=[EOS, whole[3]]
     )
-    ends = LLM(folder, dtype="float32", kv_memory="20MiB")
+    ends = LLM(folder, dtype="float32", kv_memory="20MiB", enable_prefix_caching=False)
     output = run(ends)
     assert output.token_ids == whole[: whole.index(whole[3]) + 1]
     assert output.finish_reason == "stop"
@@ -343,7 +343,7 @@ def test_streamed_text_adds_up(llm, options):
 
 
 def test_streaming_tells_how_far_the_prefill_is(tiny_llama):
-    llm = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", prefill_chunk=25)
+    llm = LLM(tiny_llama, dtype="float32", kv_memory="20MiB", prefill_chunk=25, enable_prefix_caching=False)
     steps = list(llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)))
     assert {step.prefill_total for step in steps} == {60}
     seen = [(step.prefilled, len(step.new_tokens)) for step in steps]  # a slow reader gets several at once

@@ -26,7 +26,13 @@ POLICIES = (
 
 
 def make(folder, blocks: int, **options: Any) -> LLM:
-    return LLM(folder, dtype="float32", kv_memory=blocks * BLOCK_BYTES, prefill_chunk=32, **options)
+    return LLM(
+        folder,
+        dtype="float32",
+        kv_memory=blocks * BLOCK_BYTES,
+        prefill_chunk=32,
+        **{"enable_prefix_caching": False, **options},
+    )
 
 
 def check_accounts(llm: LLM, sequences: list) -> None:

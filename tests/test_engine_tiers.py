@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64) as llm:
+    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, enable_prefix_caching=False) as llm:
         yield llm
 
 
@@ -62,7 +62,13 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
         options["kv_host"] = 60 * SLOT
     elif host:
         return LLM(
-            folder, dtype="float32", kv_memory=slots * SLOT, kv_host=disk, prefill_chunk=64, device="cpu", **options
+            folder,
+            dtype="float32",
+            kv_memory=slots * SLOT,
+            kv_host=disk,
+            prefill_chunk=64,
+            device="cpu",
+            **{"enable_prefix_caching": False, **options},
         )
     return LLM(
         folder,
@@ -71,7 +77,7 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
         kv_memory=slots * SLOT,
         kv_disk=f"{tmp_path}:{disk}",
         prefill_chunk=64,
-        **options,
+        **{"enable_prefix_caching": False, **options},
     )
 
 
@@ -330,7 +336,7 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_compute": "host"},
     ):
         with pytest.raises(SaccadeError):
-            LLM(folder, dtype="float32", **settings)
+            LLM(folder, dtype="float32", **{"enable_prefix_caching": False, **settings})
 
 
 @pytest.mark.filterwarnings("ignore:a request failed")
@@ -387,7 +393,9 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
 
     monkeypatch.setattr(HostBackend, "plan", planned)
     if slots is None:
-        made = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False)
+        made = LLM(
+            folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False, enable_prefix_caching=False
+        )
     else:
         made = small(folder, tmp_path, slots, host=True, exact=False)
     with made as llm:

@@ -116,7 +116,9 @@ def params(count: int) -> SamplingParams:
 
 def serve(folder, clock, policy: str, shorts: int = 6, **options):
     """A stream, a long prompt and short ones: their requests, and how long the long prompt took."""
-    with LLM(folder, dtype="float32", prefill_chunk=512, kv_memory="64MiB", **options) as llm:
+    with LLM(
+        folder, dtype="float32", prefill_chunk=512, kv_memory="64MiB", **{"enable_prefix_caching": False, **options}
+    ) as llm:
         stream = start(llm, random_ids(40, seed=1), params(400))
         for _ in range(3):
             step(llm, clock)
@@ -158,7 +160,15 @@ def test_streams_and_short_requests_go_on_beside_a_long_prefill(folder, clock, p
 
 def test_without_a_stream_short_requests_are_as_soon(folder, clock):
     for policy in ("dense", SPARSE):
-        with LLM(folder, dtype="float32", exact=False, prefill_chunk=512, kv_memory="64MiB", max_token_gap=GAP) as llm:
+        with LLM(
+            folder,
+            dtype="float32",
+            exact=False,
+            prefill_chunk=512,
+            kv_memory="64MiB",
+            max_token_gap=GAP,
+            enable_prefix_caching=False,
+        ) as llm:
             long = start(llm, random_ids(1500, seed=2), params(4), policy)
             for _ in range(2):
                 step(llm, clock)
@@ -174,7 +184,15 @@ def test_without_a_stream_short_requests_are_as_soon(folder, clock):
 @pytest.mark.parametrize("policy", ["dense", SPARSE])
 def test_nobody_starves(folder, clock, policy, exact):
     """Two long prompts, and short ones that never end: each goes on at the share that is its own."""
-    with LLM(folder, dtype="float32", exact=exact, prefill_chunk=512, kv_memory="64MiB", max_token_gap=GAP) as llm:
+    with LLM(
+        folder,
+        dtype="float32",
+        exact=exact,
+        prefill_chunk=512,
+        kv_memory="64MiB",
+        max_token_gap=GAP,
+        enable_prefix_caching=False,
+    ) as llm:
         start(llm, random_ids(60, seed=9), params(1), policy)
         while llm.engine.busy:  # what rows take is known
             step(llm, clock)
@@ -202,7 +220,9 @@ def test_nobody_starves(folder, clock, policy, exact):
 def test_who_has_waited_gives_way_to_nobody_who_comes_later(folder, clock, monkeypatch):
     """A prompt of middle length beside a long one, and more short ones than there is time for."""
     monkeypatch.setattr(token_gap, "UNKNOWN_ROW", 1e-4)
-    with LLM(folder, dtype="float32", prefill_chunk=512, kv_memory="64MiB", max_token_gap=GAP) as llm:
+    with LLM(
+        folder, dtype="float32", prefill_chunk=512, kv_memory="64MiB", max_token_gap=GAP, enable_prefix_caching=False
+    ) as llm:
         start(llm, random_ids(2500, seed=2), params(1), SPARSE)
         middle, arrived, count = start(llm, random_ids(200, seed=3), params(1), SPARSE), clock.now, 0
         while not middle.finished:
@@ -273,7 +293,7 @@ def test_a_layer_that_takes_longer_than_the_gap_is_told(folder, clock):
 @pytest.mark.parametrize("gap", [-1, "x", float("nan"), True, 1e9, "0.0001", []])
 def test_gaps_that_mean_nothing_are_refused(gap):
     with pytest.raises(SaccadeError, match=r"max_token_gap=.* from 0\.001 to 3600, or 0 or 'none'"):
-        LLM("retriever", max_token_gap=gap)
+        LLM("retriever", max_token_gap=gap, enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize(

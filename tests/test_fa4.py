@@ -136,14 +136,22 @@ def test_a_package_that_fails_is_left_and_says_so(monkeypatch):
 def test_an_engine_uses_it_where_asked_and_reports_it(tmp_path, monkeypatch):
     folder = make_checkpoint("llama", tmp_path)
     with pytest.raises(SaccadeError, match=r"fa4=True cannot run: .*; leave it out"):
-        LLM(folder, kv_memory="8MiB", device="cpu", fa4=True)
+        LLM(folder, kv_memory="8MiB", device="cpu", fa4=True, enable_prefix_caching=False)
     monkeypatch.setattr(fa4, "why_not", lambda device: None)
     many = "8 rows are needed"
     monkeypatch.setattr(FA4, "serves", lambda call: None if call.q.shape[1] >= 8 else many, raising=False)
     monkeypatch.setattr(FA4, "attend", lambda call: run(call, "reference")._replace(backend="fa4"), raising=False)
     found = []
     for asked, backend in ((True, "auto"), (None, "auto"), (False, "auto"), (None, "reference")):
-        with LLM(folder, dtype="float32", kv_memory="8MiB", device="cpu", fa4=asked, backend=backend) as llm:
+        with LLM(
+            folder,
+            dtype="float32",
+            kv_memory="8MiB",
+            device="cpu",
+            fa4=asked,
+            backend=backend,
+            enable_prefix_caching=False,
+        ) as llm:
             found.append(llm.generate(random_ids(40, seed=1), SamplingParams(temperature=0, max_tokens=4))[0])
     assert all(one.outputs[0].token_ids == found[0].outputs[0].token_ids for one in found)
     for one, wanted in zip(found, (True, True, False, False)):

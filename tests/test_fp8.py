@@ -88,8 +88,8 @@ def test_a_layer_computes_what_its_dequantized_weights_do(family, tmp_path):
             entries = llm.generate([ids], params)[0].prompt_logprobs
         return torch.tensor([entries[i][ids[i]].logprob for i in range(1, len(ids))])
 
-    plain = LLM(folder, dtype="float32", kv_memory="8MiB")
-    quantized = LLM(folder, dtype="float32", kv_memory="8MiB", quantize="fp8_reference")
+    plain = LLM(folder, dtype="float32", kv_memory="8MiB", enable_prefix_caching=False)
+    quantized = LLM(folder, dtype="float32", kv_memory="8MiB", quantize="fp8_reference", enable_prefix_caching=False)
     assert quantized.model.weight_bytes < plain.model.weight_bytes
     assert quantized.model.identity != plain.model.identity
     layers = zip(plain.model.runner.llama.weights.layers, quantized.model.runner.llama.weights.layers)
@@ -104,8 +104,8 @@ def test_a_layer_computes_what_its_dequantized_weights_do(family, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained():
-    quantized = LLM("reference", dtype="float32", quantize="fp8_reference", exact=False)
-    with LLM("reference", dtype="float32", exact=False) as plain, quantized:
+    quantized = LLM("reference", dtype="float32", quantize="fp8_reference", exact=False, enable_prefix_caching=False)
+    with LLM("reference", dtype="float32", exact=False, enable_prefix_caching=False) as plain, quantized:
         yield plain, quantized
 
 

@@ -37,7 +37,9 @@ class Pair:
 
     def llm(self, **options) -> LLM:
         return LLM(
-            self.folder, dtype="float32", **{"kv_memory": "8MiB", "prefill_chunk": 24, "block_size": 16, **options}
+            self.folder,
+            dtype="float32",
+            **{"enable_prefix_caching": False, "kv_memory": "8MiB", "prefill_chunk": 24, "block_size": 16, **options},
         )
 
     def check(self, context: list[int], output, number: int = 0, greedy: bool = True) -> list[int]:
@@ -190,7 +192,14 @@ def test_modules_in_bfloat16_take_prompts_of_several_chunks(family, quantize, tm
     folder, ids = make_checkpoint(family, tmp_path / "made"), random_ids(50, seed=3)
     made = []
     for chunk in (24, 64):
-        with LLM(folder, dtype="bfloat16", kv_memory="8MiB", prefill_chunk=chunk, quantize=quantize) as llm:
+        with LLM(
+            folder,
+            dtype="bfloat16",
+            kv_memory="8MiB",
+            prefill_chunk=chunk,
+            quantize=quantize,
+            enable_prefix_caching=False,
+        ) as llm:
             (output,) = llm.generate(ids, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
             assert output.error is None
             made.append(len(output.outputs[0].token_ids))

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def engine(folder, batched: bool, **options) -> LLM:
-    made = LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False, **options)
+    made = LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False, **{"enable_prefix_caching": False, **options})
     if batched:
         put_on_device(made)
     return made
@@ -134,7 +134,9 @@ def test_preemption_and_cancelling(folder):
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     outputs = []
     for batched in (False, True):
-        one = LLM(folder, kv_memory=17 * 2 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False)
+        one = LLM(
+            folder, kv_memory=17 * 2 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False, enable_prefix_caching=False
+        )
         if batched:
             put_on_device(one)
         requests = [start(one, ids, params, "arkvale(budget=96)") for ids in prompts]

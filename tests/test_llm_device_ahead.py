@@ -23,7 +23,9 @@ from saccade.ops.triton import batched_rows
 def engines(tmp_path_factory):
     small = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, **small)
-    own, batched = (LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False) for _ in range(2))
+    own, batched = (
+        LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False, enable_prefix_caching=False) for _ in range(2)
+    )
     put_on_device(batched)
     device_of(batched).runs_ahead = True
     return own, batched
@@ -160,7 +162,14 @@ def test_replays_of_steps_that_were_launched_ahead(engines, asked):
 def test_over_host_memory_while_everything_is_resident(engines, asked, slots):
     """Steps go on by themselves as without a tier, blocks fill on the way; once something is absent none does."""
     size = KVFormat(torch.float32, 1, 32, 32).block_bytes
-    with LLM(engines[0].model.path, kv_memory=slots * size, kv_host="4MiB", prefill_chunk=256, exact=False) as tiered:
+    with LLM(
+        engines[0].model.path,
+        kv_memory=slots * size,
+        kv_host="4MiB",
+        prefill_chunk=256,
+        exact=False,
+        enable_prefix_caching=False,
+    ) as tiered:
         put_on_device(tiered)
         device_of(tiered).runs_ahead = True
         prompts = [random_ids(length, seed=length) for length in (150, 158)]

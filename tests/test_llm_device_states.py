@@ -79,7 +79,9 @@ def engines(tmp_path_factory):
     folder = make_checkpoint(
         "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
     )
-    own, batched = (LLM(folder, kv_memory="32MiB", prefill_chunk=256, exact=False) for _ in range(2))
+    own, batched = (
+        LLM(folder, kv_memory="32MiB", prefill_chunk=256, exact=False, enable_prefix_caching=False) for _ in range(2)
+    )
     put_on_device(batched)
     return own, batched
 

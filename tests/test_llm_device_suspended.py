@@ -28,7 +28,9 @@ def test_recorded_steps_run_between_the_layers_of_a_chunk(folder, monkeypatch):
     ran, real = [], DeviceBackend.run
     answers = {}
     for gap in (None, 0.5):
-        with LLM(folder, kv_memory="16MiB", prefill_chunk=64, exact=False, max_token_gap=gap) as llm:
+        with LLM(
+            folder, kv_memory="16MiB", prefill_chunk=64, exact=False, max_token_gap=gap, enable_prefix_caching=False
+        ) as llm:
             put_on_device(llm)
 
             def noted(self, step, *given, engine=llm.engine, **more):

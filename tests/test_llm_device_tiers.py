@@ -42,8 +42,10 @@ def folder(tmp_path_factory):
 def engine(folder, slots: int | None, mirrored: bool = False, **options) -> LLM:
     settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False, "block_size": 16, "device": "cpu"}
     if slots is None:
-        return LLM(folder, kv_memory="16MiB", **settings)
-    made = LLM(folder, kv_memory=slots * SLOT, **{"kv_host": "16MiB", **settings, **options})
+        return LLM(folder, kv_memory="16MiB", **{"enable_prefix_caching": False, **settings})
+    made = LLM(
+        folder, kv_memory=slots * SLOT, **{"enable_prefix_caching": False, "kv_host": "16MiB", **settings, **options}
+    )
     if mirrored:  # as a GPU has it: what steps move is written down on the host afterwards
         made.pool.slots = made.pool.slots.clone()
     put_on_device(made)

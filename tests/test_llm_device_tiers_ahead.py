@@ -50,8 +50,10 @@ def asked(monkeypatch):
 def engine(folder, slots: int | None, unit: str = "block", ahead: bool = True) -> LLM:
     settings = {"dtype": "float32", "prefill_chunk": 256, "exact": False, "block_size": 16, "device": "cpu"}
     if slots is None:
-        return LLM(folder, kv_memory="16MiB", **settings)
-    made = LLM(folder, kv_memory=slots * SLOT, kv_host="16MiB", kv_unit=unit, **settings)
+        return LLM(folder, kv_memory="16MiB", **{"enable_prefix_caching": False, **settings})
+    made = LLM(
+        folder, kv_memory=slots * SLOT, kv_host="16MiB", kv_unit=unit, **{"enable_prefix_caching": False, **settings}
+    )
     made.pool.slots = made.pool.slots.clone()  # as a GPU has it
     put_on_device(made)
     device_of(made).runs_ahead = ahead

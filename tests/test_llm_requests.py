@@ -21,7 +21,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def make(folder, blocks: int = 200, **options) -> LLM:
-    return LLM(folder, dtype="float32", kv_memory=blocks * BLOCK_BYTES, **{"prefill_chunk": 64, **options})
+    return LLM(
+        folder,
+        dtype="float32",
+        kv_memory=blocks * BLOCK_BYTES,
+        **{"enable_prefix_caching": False, "prefill_chunk": 64, **options},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +204,7 @@ def test_the_default_policy_is_the_engines(tiny_llama):
 
 
 def test_bfloat16_runs_every_policy(tiny_llama):
-    llm = LLM(tiny_llama, dtype="bfloat16", kv_memory="20MiB", prefill_chunk=64)
+    llm = LLM(tiny_llama, dtype="bfloat16", kv_memory="20MiB", prefill_chunk=64, enable_prefix_caching=False)
     for policy in ("dense", "topk(k=20)", "streaming(window=30)", "flexprefill(min_budget=0,block_size=64)+psa"):
         output = llm.generate(random_ids(250, seed=1), GREEDY, policy=policy)[0]
         assert output.error is None
@@ -295,7 +300,7 @@ def test_running_dense_against_the_policy_is_said(llm, policy, phases):
 
 def test_sliding_window_layers_say_that_they_kept_their_window(tmp_path):
     folder = make_checkpoint("mistral", tmp_path)
-    llm = LLM(folder, dtype="float32", kv_memory="20MiB")
+    llm = LLM(folder, dtype="float32", kv_memory="20MiB", enable_prefix_caching=False)
     report = llm.generate(random_ids(50, seed=1), GREEDY, policy="topk(k=5)")[0].report
     assert any("sliding-window" in note for note in report["notes"])
     assert report["decode"]["density"] == pytest.approx(sum([7] * 7) / sum(range(51, 58)))

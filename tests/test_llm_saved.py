@@ -88,7 +88,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended.returncode == -9, ended.stderr
     from saccade import LLM
 
-    llm = LLM("retriever", kv_memory="64MiB")
+    llm = LLM("retriever", kv_memory="64MiB", enable_prefix_caching=False)
     restored = llm.restore(path)
     assert [one["role"] for one in restored.messages] == ["user", "assistant"]
     asked = "What is the code of the red house?"

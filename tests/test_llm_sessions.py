@@ -30,7 +30,12 @@ TURNS = [random_ids(length, seed=length) for length in (201, 33, 1, 90)]
 
 
 def make(folder, blocks: int = 400, **options) -> LLM:
-    return LLM(folder, dtype="float32", kv_memory=blocks * BLOCK_BYTES, **{"prefill_chunk": 64, **options})
+    return LLM(
+        folder,
+        dtype="float32",
+        kv_memory=blocks * BLOCK_BYTES,
+        **{"enable_prefix_caching": False, "prefill_chunk": 64, **options},
+    )
 
 
 def tokens(output) -> list[int]:
@@ -316,7 +321,7 @@ def test_turns_across_a_change_of_rotary_factors_equal_fresh_runs(tmp_path):
             "original_max_position_embeddings": 64,
         },
     )
-    llm = LLM(folder, dtype="float32", kv_memory="20MiB", prefill_chunk=16)
+    llm = LLM(folder, dtype="float32", kv_memory="20MiB", prefill_chunk=16, enable_prefix_caching=False)
     context: list[int] = []
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with llm.session() as session:
@@ -328,7 +333,7 @@ def test_turns_across_a_change_of_rotary_factors_equal_fresh_runs(tmp_path):
 
 
 def test_a_dropped_session_gives_its_blocks_back(tiny_llama):
-    llm = LLM(tiny_llama, dtype="float32", kv_memory="4MiB")
+    llm = LLM(tiny_llama, dtype="float32", kv_memory="4MiB", enable_prefix_caching=False)
     session = llm.session()
     session.generate([1, 2, 3], SamplingParams(max_tokens=2))
     held = llm.engine.pool.used_blocks

@@ -61,7 +61,9 @@ def test_logits_whole_and_in_ragged_chunks(pair):
 def test_greedy_tokens_of_a_batch_and_a_second_turn(pair):
     folder, theirs = pair
     prompts = [random_ids(length, seed=length) for length in (21, 1, 33)]
-    with LLM(folder, dtype="float32", kv_memory="8MiB", prefill_chunk=8, block_size=16) as llm:
+    with LLM(
+        folder, dtype="float32", kv_memory="8MiB", prefill_chunk=8, block_size=16, enable_prefix_caching=False
+    ) as llm:
         got = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
         assert got == [oracle_greedy(theirs, ids, 10) for ids in prompts]
         with llm.session() as session:
@@ -202,14 +204,14 @@ def folder(tmp_path_factory) -> Path:
 
 def test_an_image_is_refused_by_name(folder):
     words = {"type": "text", "text": "What is this?"}
-    with LLM(folder, kv_memory="4MiB") as llm:
+    with LLM(folder, kv_memory="4MiB", enable_prefix_caching=False) as llm:
         with pytest.raises(RequestError, match="message 0 has a part of type 'image_url'; models read text alone"):
             llm.chat([{"role": "user", "content": [words, IMAGE]}], GREEDY)
         with pytest.raises(RequestError, match=r"multi_modal_data \(image\); models read text alone"):
             llm.generate({"prompt": "What is this?", "multi_modal_data": {"image": object()}}, GREEDY)
         said = llm.chat([{"role": "user", "content": [words]}], GREEDY)[0].outputs[0].token_ids
         assert said == llm.chat([{"role": "user", "content": words["text"]}], GREEDY)[0].outputs[0].token_ids
-    with serving(LLM(folder, kv_memory="4MiB")) as server:
+    with serving(LLM(folder, kv_memory="4MiB", enable_prefix_caching=False)) as server:
         answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": [words, IMAGE]}]})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "unsupported_content"

@@ -139,10 +139,17 @@ def folder(tmp_path_factory):
 def test_answers_are_those_of_a_device_that_holds_everything(folder, compute, unit, slots):
     settings = {"dtype": "float32", "prefill_chunk": 64, "device": "cpu"}
     prompts = [random_ids(180 + 17 * i, seed=i) for i in range(len(POLICIES))]
-    with LLM(folder, kv_memory="64MiB", **settings) as whole:
+    with LLM(folder, kv_memory="64MiB", **{"enable_prefix_caching": False, **settings}) as whole:
         expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=POLICIES)]
     size = KVFormat(torch.float32, 2, 32, 32).block_bytes
-    with LLM(folder, kv_memory=slots * size, kv_host="64MiB", kv_compute=compute, kv_unit=unit, **settings) as llm:
+    with LLM(
+        folder,
+        kv_memory=slots * size,
+        kv_host="64MiB",
+        kv_compute=compute,
+        kv_unit=unit,
+        **{"enable_prefix_caching": False, **settings},
+    ) as llm:
         done = llm.generate(prompts, GREEDY, policy=POLICIES)
         assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
         there = {policy: one.report["tiers"]["attended_on_host"] for policy, one in zip(POLICIES, done)}

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return LLM(folder, kv_memory="16MiB", exact=False, dtype="float32")
+    return LLM(folder, kv_memory="16MiB", exact=False, dtype="float32", enable_prefix_caching=False)
 
 
 def paths(llm, policies, lengths=(200,), asked=ASKED):
@@ -60,7 +60,7 @@ def test_rows_of_a_step_hold_each_other_to_calls_a_layer(llm):
 
 
 def test_rows_that_are_looked_at_are_chosen_for_one_by_one(folder):
-    with LLM(folder, kv_memory="16MiB", exact=False, backend="reference") as plain:
+    with LLM(folder, kv_memory="16MiB", exact=False, backend="reference", enable_prefix_caching=False) as plain:
         ((_, decode),) = paths(plain, "dense")
     assert [(one["path"], one["rows"]) for one in decode] == [(ROW, 4)]
     assert "no call for rows of many requests" in decode[0]["why"]

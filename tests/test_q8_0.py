@@ -143,7 +143,7 @@ def test_products_of_many_rows_dequantise_a_piece_at_a_time(monkeypatch):
 def opened(file: Path, **settings) -> LLM:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is written out, and nothing said of it
-        return LLM(file, dtype="float32", kv_memory="4MiB", **settings)
+        return LLM(file, dtype="float32", kv_memory="4MiB", **{"enable_prefix_caching": False, **settings})
 
 
 def said(llm: LLM) -> tuple[list[int], torch.Tensor]:
@@ -219,7 +219,7 @@ def test_the_command_line_finds_the_file_where_it_is_now(capsys, tmp_path, cache
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     file = write(tiny("llama", tmp_path / "made"), tmp_path / "m.gguf", Kind.Q8_0)
     with pytest.raises(ModelError, match=r"quantize='fp8_reference' is for weights of 16 or 32 bits; m.gguf has fewer"):
-        LLM(file, quantize="fp8_reference")
+        LLM(file, quantize="fp8_reference", enable_prefix_caching=False)
     gone = write(tiny("llama", tmp_path / "less"), tmp_path / "l.gguf", Kind.Q8_0, without=("blk.1.ffn_up.weight",))
     with pytest.raises(ModelError, match="no weights in the checkpoint"):
-        LLM(gone)
+        LLM(gone, enable_prefix_caching=False)

@@ -29,7 +29,7 @@ def test_a_real_model_is_what_its_weights_are_worth(model, name, layers, tmp_pat
     made = real_model(model) if layers is None else first_layers(real_model(model), tmp_path / "first", layers)
     folder, theirs = quantise(made, tmp_path / name, FOLDERS[name])
     prose = files("saccade").joinpath("eval/logbook.txt").read_text(encoding="utf-8")
-    with LLM(folder, dtype="float32", kv_memory="64MiB", max_model_len=256) as llm:
+    with LLM(folder, dtype="float32", kv_memory="64MiB", max_model_len=256, enable_prefix_caching=False) as llm:
         ids: list[int] = llm.encode(prose)[:100]
         output = llm.generate([ids], SCORED)[0]
     tokens = list(output.outputs[0].token_ids)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from chat_templates import TEMPLATES
 
-from saccade.server import reasoning, tools
-from saccade.server.template_formats import chosen, reasoning_parser_of, tool_parser_of
+from saccade.server import reasoning
+from saccade.server.settings import chosen
+from saccade.server.tool_formats import FORMATS, format_of
 
 # As their models' cards have them, cut to what tells of tools and thoughts.
 CODER = (
@@ -37,13 +38,13 @@ GRANITE = (
         (TEMPLATES["deepseek"], None, "deepseek_r1"),
         (CODER, "qwen3_coder", None),
         (LLAMA, "llama3_json", None),
-        (GLM, None, "qwen3"),
-        (GRANITE, None, "granite"),
+        (GLM, "glm45", "qwen3"),
+        (GRANITE, "granite", "granite"),
     ],
 )
 def test_what_a_template_writes_decides(template, calls, thoughts):
-    assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, thoughts)
-    assert {calls, None} <= {*tools.FORMATS, None}
+    assert format_of(template) is (None if calls is None else FORMATS[calls])
+    assert reasoning.format_of(template) == thoughts
     assert {thoughts, None} <= {*reasoning.FORMATS, None}
 
 

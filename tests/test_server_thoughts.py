@@ -159,7 +159,7 @@ def test_a_model_may_think_before_a_grammar_where_it_is_told_to(server, monkeypa
     said = "<think>hm</think>ok"
     fields = asked("choice", "free", "qwen3", structured_outputs={"choice": [said]})
     assert chat_answer(server, False, fields) == ("hm", "ok")
-    source = grammar_parts.after_thoughts('start: "ok"', "<think>", "</think>", opened=False)
+    source = reasoning.FORMATS["qwen3"].before('start: "ok"', server.serving.words, opened=False, calls=False)
     compiled = Grammar(source, "grammar", server.serving.grammars.compiler)
     tokens = server.serving.tokenizer.encode(said, add_special_tokens=False)
     for answer in (tokens, tokens[-2:]):

@@ -8,10 +8,12 @@ import random
 
 import pytest
 
-from saccade.server import tools
-from saccade.server.reader import Reader
+from saccade.server.reader import Joined, Reader
 from saccade.server.reasoning import FORMATS as THOUGHTS
 from saccade.server.reasoning import ReasoningReader
+from saccade.server.tool_formats import FORMATS
+from saccade.server.tool_formats.parts import Begun, settled
+from saccade.server.tool_formats.source import Source
 
 _PROPERTIES = {
     "s": {"type": "string"},
@@ -29,35 +31,48 @@ TOOLS = [
 
 
 def joined(parts):
-    """Parts as text and (name, arguments), neighbouring texts as one."""
+    """Parts of an answer that has ended as text and (name, arguments), neighbouring texts as one."""
     made: list = []
-    for part in parts:
-        if not isinstance(part, str):
-            made.append((part.name, part.arguments))
-        elif made and isinstance(made[-1], str):
-            made[-1] += part
-        elif part:
+    for part in settled(parts):
+        if isinstance(part, str):
             made.append(part)
+        elif isinstance(part, Begun):
+            made.append(part.name)
+        elif hasattr(part, "text"):
+            made[-1] = made[-1], part.text
     return made
 
 
-def read(format: str, pieces):
-    reader = tools.ToolReader(tools.FORMATS[format], TOOLS)
+def events(format: str, pieces, tools=TOOLS):
+    """All that a stream tells, neighbours of a kind as one, without ids."""
+    reader, told = FORMATS[format].reader(tools), []
+    for part in [part for piece in pieces for part in reader.feed(piece)] + reader.feed("", True):
+        kind, text = type(part).__name__, part if isinstance(part, str) else getattr(part, "text", "")
+        text = part.name if isinstance(part, Begun) else text
+        if told and told[-1][0] == kind and kind in ("str", "Arguments"):
+            told[-1] = kind, told[-1][1] + text
+        else:
+            told.append((kind, text))
+    return told
+
+
+def read(format: str, pieces, tools=TOOLS):
+    reader = FORMATS[format].reader(tools)
     return joined([part for piece in pieces for part in reader.feed(piece)] + reader.feed("", True))
 
 
-def read_however_it_comes(format: str, text: str):
+def read_however_it_comes(format: str, text: str, tools=TOOLS):
     """What a format reads, which must be the same for the whole, for single characters, for every split into two, and
     for random ones."""
-    whole = read(format, [text])
-    assert read(format, text) == whole
+    whole = events(format, [text], tools)
+    assert events(format, text, tools) == whole
     for cut in range(len(text)):
-        assert read(format, [text[:cut], text[cut:]]) == whole, text[:cut]
+        assert events(format, [text[:cut], text[cut:]], tools) == whole, text[:cut]
     draw = random.Random(text)
     for _ in range(20):
         cuts = sorted(draw.choices(range(len(text) + 1), k=4))
-        assert read(format, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
-    return whole
+        assert events(format, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], tools) == whole
+    return read(format, [text], tools)
 
 
 def tagged(*inside: str) -> str:
@@ -94,9 +109,7 @@ def test_arguments_are_the_models_own_text(arguments):
     for given in ("arguments", "parameters"):
         bare = f'{{"name": "f", "{given}": {short}}}'
         assert read_however_it_comes("llama3_json", bare) == [("f", short)]
-    for name, text in (("f", short), (None, f"[{call(short)}]")):
-        forced = tools.ForcedReader(name)
-        assert joined([*forced.feed(text[:3]), *forced.feed(text[3:], True)]) == [("f", short)]
+    assert read_however_it_comes("json", f"[{call(short)}]") == [("f", short)]
 
 
 # (reported of, format, what the model wrote, what the client gets). Cases of public reports, in our own words.
@@ -190,7 +203,7 @@ def test_xml_that_is_more_than_calls_or_less_stays_text():
 def test_what_is_no_call_is_told_as_soon_as_its_end_is_there():
     for inside in ("<b>x</b>", "", "say 'hi", "5", '{"a": 1}'):
         for format in ("hermes", "qwen3_coder"):
-            reader = tools.ToolReader(tools.FORMATS[format], TOOLS)
+            reader = FORMATS[format].reader(TOOLS)
             assert joined(reader.feed(f"<tool_call>{inside}</tool_call> so")) == [f"<tool_call>{inside}</tool_call> so"]
 
 
@@ -233,15 +246,16 @@ def test_what_is_no_call_is_told_whole_for_any_mixture_of_its_pieces():
 def test_reading_takes_time_linear_in_the_answer(monkeypatch):
     """Counted by the characters that are scanned, those again that are read again."""
     scanned = 0
-    feed = tools._Inside.feed
+    take = Source.take
 
-    def counted(self, text):
+    def counted(self, size):
         nonlocal scanned
-        scanned += len(self._rest) + len(text)
-        return feed(self, text)
+        scanned += size
+        return take(self, size)
 
-    monkeypatch.setattr(tools._Inside, "feed", counted)
-    for unit in ("ab ", '</tool_call><tool_call>{\\"', '"</tool_call>', "</tool_call>"):
+    monkeypatch.setattr(Source, "take", counted)
+    units = ("ab ", '</tool_call><tool_call>{\\"', '"</tool_call>', "</tool_call>")
+    for unit in (*units, '<tool_call>{"name": "f", "arguments": {"', "<tool_call>{"):
         counts = []
         for size in (500, 1000):
             scanned = 0
@@ -258,15 +272,13 @@ def test_no_more_than_whole_calls_are_calls_where_one_must_be_made():
         ("[" + half, ["[" + half]),
         ("[", ["["]),
     ):
-        assert joined(tools.ForcedReader(None).feed(text, True)) == wanted
-    assert joined(tools.ForcedReader("f").feed('{"s": 1', True)) == ['{"s": 1']
-    assert tools.ForcedReader("f").feed("", True) == []
+        assert read_however_it_comes("json", text) == wanted
 
 
 def test_thoughts_text_and_calls_keep_their_order():
     text = f"<think>hm {tagged(call('{}'))}</think>\n\none {tagged(call('{}'))}two"
     for size in (1, 3, 1000):
-        reader = Reader(ReasoningReader(THOUGHTS["qwen3"]), tools.ToolReader(tools.FORMATS["hermes"], TOOLS))
+        reader = Reader(Joined(ReasoningReader(THOUGHTS["qwen3"]), FORMATS["hermes"].reader(TOOLS)))
         deltas = [reader.feed(text[at : at + size], False) for at in range(0, len(text), size)]
         deltas.append(reader.feed("", True))
         assert "".join(delta.thoughts for delta in deltas) == f"hm {tagged(call('{}'))}"

@@ -72,11 +72,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def counted(folder) -> Counted:
-    return Counted(lambda: LLM(folder, kv_memory="16MiB"))
+    return Counted(lambda: LLM(folder, kv_memory="16MiB", enable_prefix_caching=False))
 
 
 def make(folder: Path) -> LLM:
-    return LLM(folder, kv_memory="16MiB", prefill_chunk=2048, exact=False)
+    return LLM(folder, kv_memory="16MiB", prefill_chunk=2048, exact=False, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_turns_that_are_cut_and_sessions_that_are_saved_go_on_as_by_the_hooks(
     folder, monkeypatch, tmp_path, policy, dtype
 ):
     def answers() -> list[list[int]]:
-        llm = LLM(folder, kv_memory="16MiB", exact=False, dtype=dtype)
+        llm = LLM(folder, kv_memory="16MiB", exact=False, dtype=dtype, enable_prefix_caching=False)
         with llm.session(policy) as session:
             made = [tokens(session.generate(random_ids(60, seed=5), FEW))[:8]]
             for number, _ in enumerate(session.stream(random_ids(4, seed=6), FEW)):

@@ -94,7 +94,14 @@ def test_a_policy_gives_the_engines_tokens_and_reads_its_keys(folder, ours, poli
     lengths = (300, 131, 7, 256)  # several chunks, less than one, a chunk and a few
     inputs = batch(lengths)
     made = ours.generate(**inputs, **greedy(), saccade=policy)[:, 300:].tolist()
-    with LLM(folder, dtype="float32", prefill_chunk=128, kv_memory="32MiB", generation_config="none") as llm:
+    with LLM(
+        folder,
+        dtype="float32",
+        prefill_chunk=128,
+        kv_memory="32MiB",
+        generation_config="none",
+        enable_prefix_caching=False,
+    ) as llm:
         prompts = [{"prompt_token_ids": random_ids(length, seed)} for seed, length in enumerate(lengths)]
         params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy=policy)

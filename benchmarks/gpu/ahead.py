@@ -49,12 +49,12 @@ def rows(llm: LLM, name: str, length: int, policies: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    llm = LLM("reference", device="cuda", max_model_len=16384)
+    llm = LLM("reference", device="cuda", max_model_len=16384, enable_prefix_caching=False)
     rows(llm, "reference", 4096, ("dense", "arkvale(budget=512)", "streaming"))
     llm.close()
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_folder("random-8b:8", Path(scratch), torch.bfloat16, 16384)
-        llm = LLM(folder, dtype="bfloat16", device="cuda", max_model_len=16384)
+        llm = LLM(folder, dtype="bfloat16", device="cuda", max_model_len=16384, enable_prefix_caching=False)
     rows(llm, "8B shape, 8 layers", 8192, ("dense", "arkvale(budget=2048)"))
 
 

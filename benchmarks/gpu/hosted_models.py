@@ -106,7 +106,14 @@ class Frame:
         self.options, self.results = options, Results("hosted_models")
         self.seconds: dict[str, float] = {}
         self.dense: dict[tuple[int, int], list[list[int]]] = {}  # answers by length and sequences
-        self.llm = LLM(options.model, dtype=options.dtype, device=options.device, kv_compute="host", **self._memory())
+        self.llm = LLM(
+            options.model,
+            dtype=options.dtype,
+            device=options.device,
+            kv_compute="host",
+            **self._memory(),
+            enable_prefix_caching=False,
+        )
         self.results.facts = {
             "model": Path(options.model).name,
             "device": torch.cuda.get_device_name() if self.llm.model.device.type == "cuda" else "cpu",
@@ -120,7 +127,14 @@ class Frame:
         many = options.sequences
         more = options.steps + SPARE + self._meanwhile(options.together, many)
         longest = max(*options.lengths, options.together) + more
-        with LLM(options.model, dtype=options.dtype, device="cpu", kv_memory="64MiB", max_model_len=1024) as llm:
+        with LLM(
+            options.model,
+            dtype=options.dtype,
+            device="cpu",
+            kv_memory="64MiB",
+            max_model_len=1024,
+            enable_prefix_caching=False,
+        ) as llm:
             spec = llm.model.spec
         if longest > spec.max_position:
             raise SystemExit(

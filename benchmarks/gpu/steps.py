@@ -35,7 +35,7 @@ def step_ms(output: RequestOutput) -> float:
 
 def main() -> None:
     results = Results("steps")
-    llm = LLM("reference", device="cuda", max_model_len=16384)
+    llm = LLM("reference", device="cuda", max_model_len=16384, enable_prefix_caching=False)
     vocab = llm.model.spec.vocab_size
     params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     for length in LENGTHS:

@@ -103,6 +103,7 @@ class Settings:
             "threads": self.threads,
             "max_requests": 1,
             "exact": False,
+            "enable_prefix_caching": False,  # what is measured must be computed
             **chunk,
         }
 

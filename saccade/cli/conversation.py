@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PINNED = "document"  # marks messages that hold documents: these are dropped by /reset alone
 HELP = """\
-/load FILE    read a text or a PDF; it goes before your next message and stays until /reset
+/load FILE    read a document; it goes before your next message and stays until /reset
 /policy TEXT  answer under another policy from now on; without TEXT, say which one holds
 /report       what the last answer really read, and what it cost
 /reset        forget everything said and loaded
@@ -33,8 +33,8 @@ class Conversation:
     """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was.
 
     With ``name`` it goes on from what the model's ``session_dir`` holds under it, and is saved there behind every
-    answer; ``policy`` None is then the saved one's, else dense. ``older``: a file of an earlier version to go on from.
-    ``ahead``: documents are read while the user types.
+    answer; ``policy`` None is then the saved one's, else ``auto``. ``older``: a file of an earlier version to go on
+    from. ``ahead``: documents are read while the user types.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Conversation:
             self.session = self.llm.restore(older, policy)
             self.session.name = self.name
         else:
-            chosen = "dense" if policy is None and not self._is_stored() else policy
+            chosen = "auto" if policy is None and not self._is_stored() else policy
             self.session = self.llm.session(chosen, name=self.name)
 
     def command(self, line: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade import __version__
+from saccade.cli.fits import fits
 from saccade.machine import available_bytes, best_device, device_note, processor, show_bytes, total_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, instruction set, backends, GPU and memory."""
+    """Show versions, instruction set, backends, GPU, memory and the models that fit it."""
     facts = collect()
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -39,7 +40,7 @@ def collect() -> dict[str, dict[str, Any]]:
     """Facts by section, plain data."""
     import torch
 
-    from saccade.ops import cpu, fa4, fp8, triton
+    from saccade.ops import compiling, cpu, fa4, fp8, triton
 
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -74,11 +75,20 @@ def collect() -> dict[str, dict[str, Any]]:
             "found": ", ".join(gpus) or "none",
             "used": "by default; --device cpu keeps to the CPU" if gpus else "no",
             "note": device_note(device) if not gpus else None,
+            "compiled kernels": compiling.why_not_kept() or f"kept in {compiling.cache_folder()}" if gpus else None,
             "fp8 products": fp8.why_not(device, torch.bfloat16) or "ready: quantize='fp8'",
         },
+        "what fits": {**fits(_memory(device)), "of one model": "saccade info MODEL, by its config alone"},
         "models": _models(device),
         "recorded decode steps": _recorded(),
     }
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that are free where models run."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def _models(device: torch.device) -> dict[str, str]:

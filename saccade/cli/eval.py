@@ -101,12 +101,12 @@ def predict(
 ) -> None:
     """Answer samples under policies. A killed run goes on where it was and ends with the same file."""
     from saccade.eval import predict as step
-    from saccade.eval.setting import load
+    from saccade.eval.setting import computed, load
     from saccade.methods.policy import Policy
 
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
-    llm = say_device(load(config))
+    llm = say_device(load(computed(config)))
     for setting in settings:
         folder = step.predict(
             data, llm, config, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
@@ -179,7 +179,7 @@ def run(
     """All steps: dense, the policies, and the oracle beside them; then the report. Resumes what is there."""
     from saccade.eval import runner
     from saccade.eval.report import print_summary, write_report
-    from saccade.eval.setting import load
+    from saccade.eval.setting import computed, load
     from saccade.methods.policy import Policy
 
     for text in policy or ():
@@ -188,7 +188,7 @@ def run(
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     folders = runner.run_policies(
         data,
-        say_device(load(config)),
+        say_device(load(computed(config))),
         config,
         policy or runner.POLICIES,
         out / "results",
@@ -231,7 +231,7 @@ def target(
     """Find the sparsest setting of a method that keeps a share of dense's score; probes are kept and used again."""
     from saccade.eval.results import slug, write_json
     from saccade.eval.runner import given_by
-    from saccade.eval.setting import load
+    from saccade.eval.setting import computed, load
     from saccade.eval.target import find_target, grid
     from saccade.methods.policy import Policy
 
@@ -241,7 +241,7 @@ def target(
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     found = find_target(
         data,
-        say_device(load(config)),
+        say_device(load(computed(config))),
         config,
         method,
         option,

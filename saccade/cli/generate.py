@@ -28,7 +28,8 @@ def generate(
         str | None, typer.Argument(help="The prompt; after --prompt-file, what follows the document.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", help="Text or PDF; - is standard input.")
+        Path | None,
+        typer.Option("--prompt-file", "-f", help="Document before the prompt; - is standard input."),
     ] = None,
     policy: Annotated[str, POLICY] = "dense",
     first: Annotated[int | None, FIRST] = None,

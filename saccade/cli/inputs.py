@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.cli.documents import text_of
+from saccade.documents import text_of
 from saccade.errors import RequestError, shown
 from saccade.files import write_text
 from saccade.machine import show_bytes
@@ -24,12 +24,12 @@ WAIT = 2.0  # seconds before a silent standard input is mentioned
 
 
 def read_text(path: Path) -> str:
-    """A document's text (see cli.documents). RequestError for what has none."""
+    """A document's text (see saccade.documents). RequestError for what has none."""
     try:
         if not path.exists():
             raise RequestError(f"prompt file {path} does not exist")
         if path.is_dir():
-            raise RequestError(f"prompt file {path} is a folder; give a text file")
+            raise RequestError(f"prompt file {path} is a folder; give one of its files")
         return text_of(path.read_bytes(), str(path))
     except OSError as error:
         raise RequestError(f"prompt file {shown(str(path))} cannot be read: {error.strerror}") from error

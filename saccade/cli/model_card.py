@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli.documents import text_of
 from saccade.cli.inputs import write_json
 from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL, load_model
+from saccade.documents import text_of
 from saccade.errors import RequestError, SaccadeError
 from saccade.files import write_text
 from saccade.machine import check_writable

@@ -88,21 +88,28 @@ ENGINE: dict[str, tuple[Any, Any]] = {
 def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
     """Gives a command with ``config: EngineConfig`` the options of a model and its engine; ``defaults`` of its own."""
 
-    def make(given: dict[str, Any]) -> EngineConfig:
-        check_name(given["model"])
-        from saccade.engine.config import EngineConfig
+    def make(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
+        from saccade.cli.progress import loading
 
-        return EngineConfig.of(**given)
+        check_name(given["model"])
+        with loading(str(given["model"]), bool(others.get("quiet"))):  # torch alone takes seconds
+            from saccade.engine.config import EngineConfig
+
+            return EngineConfig.of(**given)
 
     known = {name: (kind, defaults.get(name, default)) for name, (kind, default) in ENGINE.items()}
     return lambda command: replaced(command, "config", known, make)
 
 
 def replaced(
-    command: Command, name: str, options: dict[str, tuple[Any, Any]], make: Callable[[dict[str, Any]], Any]
+    command: Command,
+    name: str,
+    options: dict[str, tuple[Any, Any]],
+    make: Callable[[dict[str, Any], dict[str, Any]], Any],
 ) -> Command:
     """``command`` with ``options`` (type and default by name) in the place of its parameter ``name``, which becomes
-    what ``make`` makes of them. What typer sees is a function that takes all of them."""
+    what ``make`` makes of them, and of the others that are given. What typer sees is a function that takes all of
+    them."""
     signature = inspect.signature(command)
     others = SimpleNamespace(
         __annotations__={key: Any if key in MADE else kind for key, kind in command.__annotations__.items()}
@@ -120,7 +127,7 @@ def replaced(
 
     def call(**given: Any) -> Any:
         own = {option: given.pop(option) for option in options}
-        return command(**given, **{name: make(own)})
+        return command(**given, **{name: make(own, given)})
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

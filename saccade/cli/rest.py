@@ -69,11 +69,16 @@ class RestTime:
         return min(1.0, done / whole) if whole > 0 else 1.0
 
     def left(self, read: Read, now: float) -> float | None:
-        """Seconds; None where nothing is known yet."""
+        """Seconds, at the pace of the latter half of the time so far: others may have begun to use the machine, or
+        ended. None where nothing is known yet."""
         share = self.share(read)
         if self._begun is None or share <= 0:
             return None
-        return (now - self._begun[2]) * (1 - share) / share
+        tokens, squares, since = self._begun
+        passed, done = now - since, self._cost(*(now - then for now, then in zip(self._work(read), (tokens, squares))))
+        half = next((one for one in reversed(self._seen) if one[2] <= passed / 2), None)
+        begun, before = (0.0, 0.0) if half is None else (half[2], self._cost(half[0], half[1]))
+        return (passed - begun) / (done - before) * done * (1 - share) / share
 
     def _work(self, read: Read) -> tuple[float, float]:
         """Tokens and their squares; a part of a chunk is that part of its layers, of all its rows."""

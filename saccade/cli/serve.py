@@ -30,7 +30,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; several are aliases.")
     ] = None,
-    policy: Annotated[str, POLICY] = "dense",
+    policy: Annotated[str, POLICY] = "auto",
     allow_policy: Annotated[
         list[str] | None,
         typer.Option(help="What requests may choose: a policy, or psa(*) for any options. Several; all by default."),
@@ -66,13 +66,15 @@ def serve(
     tool_parser: Annotated[
         str,
         typer.Option(
-            help="How the model writes calls of tools: hermes, qwen3_coder, llama3_json, none, or as its template does."
+            help="How the model writes calls of tools: hermes, mistral, another format (docs/server.md), none, or as "
+            "its template does."
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
         typer.Option(
-            help="How the model marks its thoughts: qwen3, deepseek_r1, granite, none, or as its template does."
+            help="How the model marks its thoughts: qwen3, deepseek_r1, granite, mistral, seed_oss, harmony, none, or "
+            "as its template does."
         ),
     ] = "auto",
     allow_control_tokens: Annotated[
@@ -95,6 +97,14 @@ def serve(
     cors_origin: Annotated[list[str] | None, typer.Option(help="Origin whose pages may ask; none by default.")] = None,
     host_name: Annotated[
         list[str] | None, typer.Option(help="Name that a server without keys answers to, beside localhost.")
+    ] = None,
+    warm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="On a GPU, what is compiled and recorded for before requests are taken: a policy, several of them; "
+            "auto, the default: the server's own and those that --allow-policy names; none.",
+        ),
     ] = None,
     engine_process: Annotated[
         bool,
@@ -127,16 +137,16 @@ def serve(
     curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'
     """
     from saccade.machine import parse_bytes
-    from saccade.server import reasoning, tools
+    from saccade.methods.policy import Policy
+    from saccade.server import reasoning, tool_formats
     from saccade.server.engine_client import EngineProcess
     from saccade.server.engines import EngineFace, LocalEngine
     from saccade.server.keys import KeyRing
     from saccade.server.keys import new_key as make_key
     from saccade.server.logs import log_to_stderr
-    from saccade.server.policies import PolicyRules
+    from saccade.server.policies import PolicyRules, to_warm
     from saccade.server.run import serve as run
-    from saccade.server.settings import ServerConfig
-    from saccade.server.template_formats import AUTO, NONE
+    from saccade.server.settings import AUTO, NONE, ServerConfig
 
     if new_key is not None:
         secret, table = make_key(new_key)
@@ -146,7 +156,7 @@ def serve(
     if log_level not in ("debug", "info", "warning", "error"):
         raise SaccadeError(f"log_level={shown(log_level)} must be debug, info, warning or error")
     for name, value, known in (
-        ("tool_parser", tool_parser, tools.FORMATS),
+        ("tool_parser", tool_parser, tool_formats.FORMATS),
         ("reasoning_parser", reasoning_parser, reasoning.FORMATS),
     ):
         if value not in (AUTO, NONE, *known):
@@ -193,7 +203,10 @@ def serve(
         raise SaccadeError(
             "--restart starts the engine's own process anew: leave out --one-process, and --ray, which does so itself"
         )
+    warmed = to_warm(warm or ["auto"], Policy.parse(policy), allow_policy or [])
     if ray:
+        if warm is not None:
+            raise SaccadeError("replicas of --ray make themselves ready for the server's own policy; leave --warm out")
         if kv_events is not None:
             raise SaccadeError("replicas of --ray publish no KV events; Ray routes them. Leave --kv-events out")
         try:
@@ -205,9 +218,9 @@ def serve(
         return
     events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
     if engine_process:
-        engine: EngineFace = EngineProcess(config, log_level, events, step_limit, restart)
+        engine: EngineFace = EngineProcess(config, log_level, events, step_limit, restart, warmed)
     else:
-        engine = LocalEngine(load_model(config, quiet=True), events, step_limit)
+        engine = LocalEngine(load_model(config, quiet=True), events, step_limit, warmed)
     if engine.note:
         print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)

@@ -74,7 +74,8 @@ class EngineConfig:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
     ``grammar_seconds``: most seconds that following one answer's grammar may take (engine/masks.py).
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
-    their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
+    their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room
+    (``LLM.reset_prefix_cache`` gives it up). As in vLLM this is the default.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
     ``kv_disk``. ``session_shared``: several processes have that folder at once, each with so many bytes of it
@@ -82,7 +83,8 @@ class EngineConfig:
 
     ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
     ``tensor_parallel_size``: processes that share out the model's KV heads, on a CPU and under dense attention alone
-    (docs/scale-out.md; experimental). ``kv_memory`` and ``threads`` are each one's.
+    (docs/scale-out.md; experimental). ``kv_memory`` and ``threads`` are each one's. ``layers``: the model's first so
+    many layers alone, whose answers mean nothing: for measuring, and for dry runs.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -115,13 +117,14 @@ class EngineConfig:
     generation_config: str | Path = "auto"
     revision: str | None = None
     grammar_seconds: float = 30.0
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     session_dir: str | Path | None = None
     session_shared: bool = False
     audit: float = 0.0
     audit_steps: float = 0.0
     target: float | None = None
     tensor_parallel_size: int = 1
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -130,6 +133,10 @@ class EngineConfig:
             if not whole_number(value, 1) and not (by_device and value is None):
                 allowed = "an integer >= 1, or None for the device's default" if by_device else "an integer >= 1"
                 raise SaccadeError(f"{name}={shown(value)} must be {allowed}")
+        if self.layers is not None and (not whole_number(self.layers, 1) or self.tensor_parallel_size > 1):
+            raise SaccadeError(
+                f"layers={shown(self.layers)} must be an integer >= 1, with tensor_parallel_size=1; or None for all"
+            )
         object.__setattr__(self, "max_token_gap", _gap(self.max_token_gap))
         if not finite_number(self.grammar_seconds) or not 0.01 <= self.grammar_seconds <= 86400:
             raise SaccadeError(

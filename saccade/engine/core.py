@@ -12,8 +12,10 @@ from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
+from saccade.engine.automatic import Automatic
 from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
+from saccade.engine.compile_waits import CompileWaits
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
 from saccade.engine.masks import Masks
@@ -102,9 +104,11 @@ class Engine:
         )
         self.masks = Masks(config.grammar_seconds)
         self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size)
+        self.automatic = Automatic(self)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.prefixes)
-        self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
+        self.compile_waits = CompileWaits(self.scheduler, on_gpu)
+        self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch, self.compile_waits)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
@@ -112,16 +116,16 @@ class Engine:
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
-    def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
-        """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
-        None where none are recorded. Before the first step."""
+    def prepare(self, policy: Policy, seconds: float, share: int = 1) -> Prepared | None:
+        """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``, and
+        one ``share``-th of the recordings that are kept; None where none are recorded. Before the first step."""
         spec, device = self.model.spec, self.worker.device
         if device is not None and self.worker.host.setting.fa4:
             fa4.prepare(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self.model.device)
         if device is None or not self.config.cuda_graphs:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests
-        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds)
+        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
 
     def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
         """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises
@@ -184,8 +188,15 @@ class Engine:
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
-        self.checks.policy(policy)
         self.checks.request(params, map_order)
+        asked = policy
+        if policy.deferred and shares is not None:
+            policy, became = shares.policy, shares.report.became
+        else:
+            steps = None if params.max_tokens is None else params.max_tokens + decoded
+            sizes = kept + len(prompt), len(prompt)
+            policy, became = self.automatic.settled(policy, *sizes, steps, session=sequence is not None)
+        self.checks.policy(policy)
         policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint, self.masks)
@@ -203,7 +214,10 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        request.report.asked, request.report.became = asked.text, became
         request.report.places = self.model.spec.places
+        if became is not None:
+            request.report.note(became)
         if located is not None:
             request.report.note(located)
         if map_order is not None:
@@ -282,6 +296,7 @@ class Engine:
                 ahead = self.worker.runs_ahead and self.scheduler.goes_on(batch)
                 step = step_input(batch)
                 result = self.worker.run(step, goes_on=True) if ahead else self.worker.run(step)
+                self.compile_waits.settle()
             except BaseException as error:  # some layers hold the new rows and others do not
                 for request, rows in batch:
                     request.sequence.undo(rows)

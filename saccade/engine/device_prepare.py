@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from saccade.engine.device_attention import Group
-from saccade.engine.device_graphs import SHORTEST, Key, StepKind, StepKinds
+from saccade.engine.device_graphs import SHORTEST, Key, StepKind, StepKinds, rounded_up
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_prefill import MOST_PIECES
 from saccade.engine.device_rooms import EACH, RowRooms
@@ -46,9 +46,9 @@ class Preparing:
     def __init__(self, pool: BlockManager, plans: DevicePlans, rooms: RowRooms, kinds: StepKinds, kind: Kind) -> None:
         self._pool, self._plans, self._rooms, self._kinds, self._kind = pool, plans, rooms, kinds, kind
 
-    def run(self, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
+    def run(self, policy: Policy, requests: int, longest: int, seconds: float, most: int = MOST) -> Prepared:
         """Record the steps that up to ``requests`` requests under ``policy`` take, of up to ``longest`` keys each:
-        shorter ones first, as many as are kept; none is begun after so many ``seconds`` but the first."""
+        shorter ones first, at most ``most``; none is begun after so many ``seconds`` but the first."""
         began, done = time.perf_counter(), 0
         rows, room = pad(requests, 1), pad(longest, SHORTEST)
         while room > SHORTEST and self._table_bytes(rows, room) > MOST_TABLES:
@@ -56,7 +56,7 @@ class Preparing:
         keys = list(self._keys(policy, rows, room))
         for count, verifies in ((rows, False), (MOST_PIECES, True)) if keys else ():
             self._rooms.room(self._pool, count, self._pool.format.blocks(room), verifies)
-        for key in keys[:MOST]:
+        for key in keys[:most]:
             if (done and time.perf_counter() - began > seconds) or not self._record(key):
                 break
             done += 1
@@ -79,7 +79,7 @@ class Preparing:
                 for rows in sizes if form is not None else ():
                     assert form is not None
                     yield Key(((plans.forms.index(form.form), rows),), keys, prefill=form is pieces)
-            keys *= 2
+            keys = rounded_up(keys + 1)
 
     @torch.inference_mode()
     def _record(self, key: Key) -> bool:

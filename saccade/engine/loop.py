@@ -167,6 +167,7 @@ class AsyncEngine:
             bytes_by_tier=pool.bytes_by_tier(),
             graphs=None if device is None else device.kinds.recorded,
             states=None if pool.states is None else pool.states.numbers(),
+            compiled=self.engine.compile_waits.total,
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

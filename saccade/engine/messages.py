@@ -101,7 +101,8 @@ class EngineStatistics:
     goes to a tier, what has moved, and the tier's cells, by name.
     ``bytes_by_tier``: of keys and values, those that are taken and those that there are. ``graphs``: on a GPU, how many
     kinds of step are recorded, and how many may be. ``states``: of layers that keep one, how many there are room for,
-    that requests compute with, that are snapshots, and that were given up for others since the engine began."""
+    that requests compute with, that are snapshots, and that were given up for others since the engine began.
+    ``compiled``: kernels that its process has compiled, and in how many seconds."""
 
     running: int
     waiting: int
@@ -114,6 +115,7 @@ class EngineStatistics:
     bytes_by_tier: dict[str, list[int]] = field(default_factory=dict)
     graphs: tuple[int, int] | None = None
     states: dict[str, int] | None = None
+    compiled: tuple[int, float] = (0, 0.0)
 
 
 @dataclass

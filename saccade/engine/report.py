@@ -46,6 +46,8 @@ class Report:
         self.policy = policy
         self.prefill = PhaseStats([LayerStats() for _ in range(layers)])
         self.decode = PhaseStats([LayerStats() for _ in range(layers)])
+        self.asked = policy.text  # which may have been a name for what it became
+        self.became: str | None = None  # why, then
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.kept_tokens = 0  # of the prompt, for later requests that begin alike
@@ -56,6 +58,8 @@ class Report:
         self.accepted_tokens = 0
         self.recomputed_tokens = 0  # for layers that keep a state had none where the request went on
         self.preemptions = 0
+        self.compiled_kernels = 0  # for which it waited
+        self.compile_seconds = 0.0
         self.longest_gap = 0.0  # seconds between two tokens
         self.suspensions = 0  # stops of its prefill between two layers, for others' steps
         self.held_back = 0  # steps in which it did not run, for others needed the memory
@@ -153,9 +157,15 @@ class Report:
         if audit is not None:
             audit["contradiction"] = None if found is None else found.as_dict()
         # A sentence about a request that runs is told anew each time: its numbers still move.
-        contradicts = [] if found is None else [found.sentence(self.policy)]
+        told = [] if found is None else [found.sentence(self.policy)]
+        if self.compiled_kernels:
+            told.append(
+                f"it waited {self.compile_seconds:.1f} s while {self.compiled_kernels} kernels were compiled, as they "
+                "are at their first use; saccade serve --warm compiles them before"
+            )
         return {
             "policy": self.policy.text,
+            "policy_asked": self.asked,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "cached_bytes": self.cached_tokens * self.token_bytes,
@@ -166,6 +176,8 @@ class Report:
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
             "held_back": self.held_back,
+            "compiled_kernels": self.compiled_kernels,
+            "compile_seconds": round(self.compile_seconds, 3),
             "suspensions": self.suspensions,
             "queue_seconds": 0.0 if started is None else round(started - self._arrived, 6),
             "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),
@@ -177,5 +189,5 @@ class Report:
             "tiers": None if self.tiers is None else self.tiers.as_dict() | {"step_bytes": self._step_bytes},
             "audit": audit,
             "bounds": None if self.bounds is None else self.bounds.as_dict(),
-            "notes": self.notes + contradicts,
+            "notes": self.notes + told,
         }

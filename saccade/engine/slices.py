@@ -10,6 +10,7 @@ import logging
 import time
 
 from saccade.engine.attention import Watch
+from saccade.engine.compile_waits import CompileWaits
 from saccade.engine.messages import StepOutput
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.settling import Settling
@@ -22,8 +23,11 @@ logger = logging.getLogger(__name__)
 class Slices:
     """Runs what ``scheduler`` has suspended. ``due``: a step has run since, and they come next."""
 
-    def __init__(self, scheduler: Scheduler, worker: Worker, settling: Settling, watch: Watch) -> None:
+    def __init__(
+        self, scheduler: Scheduler, worker: Worker, settling: Settling, watch: Watch, compile_waits: CompileWaits
+    ) -> None:
         self.scheduler, self.worker, self.settling, self.watch = scheduler, worker, settling, watch
+        self.compile_waits = compile_waits
         self.due = False
 
     def run(self) -> list[StepOutput]:
@@ -51,6 +55,7 @@ class Slices:
                 self.worker.begin(step_input([(request, rows)]))
                 held.begun = True
             told = self.worker.advance(request.id, seconds)
+            self.compile_waits.settle()
         except BaseException as error:  # some layers hold the rows and others do not
             self.scheduler.give_up(request)
             request.sequence.undo(rows)

@@ -66,6 +66,7 @@ class SaccadeLM(TemplateLM):
             options["device"] = device  # lm-eval says cuda:0 unless told otherwise, on machines without one too
         if max_length is not None:
             options.setdefault("max_model_len", max_length)
+        options.setdefault("enable_prefix_caching", False)  # costs are those of each request by itself
         try:
             self.llm = LLM(pretrained, str(policy), **options)
         except TypeError as error:  # an option that LLM does not have

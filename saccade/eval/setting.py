@@ -34,6 +34,11 @@ def load(config: EngineConfig, together: int = 1) -> LLM:
     return LLM(config=replace(config, max_requests=max(2, together)))
 
 
+def computed(config: EngineConfig) -> EngineConfig:
+    """``config`` for measurements of what each sample takes: none goes on from what another one left."""
+    return replace(config, enable_prefix_caching=False)
+
+
 def sparse_in(phase: str, policy: Policy) -> bool:
     """Whether a method of the policy, or a window or freeze on it, leaves keys out in ``prefill`` or ``decode``."""
     modified = policy.window is not None or (phase == "prefill" and policy.freeze is not None)

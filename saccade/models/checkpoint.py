@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GGUF_LINK = "model.gguf"  # to the file whose weights run as they lie in it (gguf_folder)
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in the name of a tensor
 
 # Storage types that hold weights as plain numbers.
 _FLOAT_STORAGE = {
@@ -89,6 +92,22 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             )
     shapes = {name: torch.Size(one.shape) for name, one in stored.items()}
     return Checkpoint(folder, config, _most(stored), shapes, names=names, whole=whole)
+
+
+def of_first_layers(checkpoint: Checkpoint, layers: int) -> Checkpoint:
+    """The checkpoint as if it ended behind its first ``layers`` layers. ModelError where it has no more anyway."""
+    config = {**checkpoint.config, "num_hidden_layers": layers}
+    there = checkpoint.config.get("num_hidden_layers")
+    if not isinstance(there, int) or not 1 <= layers <= there:
+        raise ModelError(f"{checkpoint.path}: layers={shown(layers)} must be from 1 to {there}, which the model has")
+
+    def kept(name: str) -> bool:
+        number = _LAYER.search(name)
+        return number is None or int(number[1]) < layers
+
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if kept(name)}
+    names = {name: own for name, own in checkpoint.names.items() if kept(name)}
+    return replace(checkpoint, config=config, shapes=shapes, names=names)
 
 
 def open_config(path: str | Path) -> Checkpoint:

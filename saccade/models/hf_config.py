@@ -31,6 +31,7 @@ def checked_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "
             f"{first_line(error)}"
         ) from error
+    _shorten(config, checkpoint.config.get("num_hidden_layers"))
     for key in KEYS:  # read by us, and no part of what the model computes
         config.__dict__.pop(key, None)
     if config.model_type not in FAMILIES:
@@ -43,6 +44,17 @@ def checked_config(checkpoint: Checkpoint) -> Any:
     _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
     _refuse_odd_rope(FAMILIES[config.model_type], config, checkpoint.path)
     return config
+
+
+def _shorten(config: Any, layers: int | None) -> None:
+    """To the first ``layers`` layers, where the checkpoint is taken for so many (``checkpoint.of_first_layers``)."""
+    there = config.num_hidden_layers
+    if layers is None or layers >= there:
+        return
+    for name, value in list(vars(config).items()):  # layer_types and others of a value a layer
+        if isinstance(value, list) and len(value) == there:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
 
 
 def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from saccade.errors import ModelError
 from saccade.models import attention, matrix_modules
-from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint, weight_files
+from saccade.models.checkpoint import Checkpoint, first_line, of_first_layers, open_checkpoint, weight_files
 from saccade.models.dense_weights import SafetensorsWeights
 from saccade.models.families import FAMILIES, Family
 from saccade.models.gguf_weights import GgufWeights
@@ -97,16 +97,19 @@ def load_model(
     device: str | torch.device = "cpu",
     quantize: str | None = None,
     lora: str | Path | None = None,
+    layers: int | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
     a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
     matrices are rounded to 4 or 8 bits as they are loaded. ``lora``: a folder of an adapter that is added to them
-    before (``models.lora``). Raises ModelError, always one line, for a folder that is missing or broken, and for a
-    family or feature that cannot be run correctly.
+    before (``models.lora``). ``layers``: the first so many of the model's layers alone. Raises ModelError, always one
+    line, for a folder that is missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
+    if layers is not None:
+        checkpoint = of_first_layers(checkpoint, layers)
     target = checked_device(device)
     chosen, notes = run_dtype(checkpoint, dtype, target)
     # A tokenizer's tables are hundreds of thousands of objects, and packing weights holds no lock of Python's: they are

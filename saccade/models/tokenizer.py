@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from saccade.errors import ModelError, RequestError, half_pair, shown
 from saccade.models.checkpoint import first_line
 from saccade.models.control_tokens import Change, ControlTokens
+from saccade.models.template_probes import CallForm, as_part, call_form, reads_parts, through_template, with_calls
 from saccade.models.templates import render
 from saccade.models.token_texts import TokenBytes
 
@@ -153,15 +154,17 @@ class Tokenizer:
             if not conversation[-1]["content"]:
                 raise RequestError("continue_final_message needs text to go on with; the last message has none")
             extra = {**extra, "continue_final_message": True}
+        if any(one.get("tool_calls") for one in conversation):
+            conversation = [with_calls(one, self._call_form) for one in conversation]
         if self._reads_parts:
-            conversation = [{**one, "content": _as_part(one["content"])} for one in conversation]
+            conversation = [{**one, "content": as_part(one["content"] or "")} for one in conversation]
 
         def rendered(change: Change) -> str:
             said, variables = change(conversation), change(dict(extra))
             return render(
-                lambda: hf.apply_chat_template(
+                lambda: through_template(
+                    hf,
                     [dict(one) for one in said],  # transformers marks the last one where an answer goes on with it
-                    tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
                 ),
@@ -184,18 +187,11 @@ class Tokenizer:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the chat template drops contents that are text, and shows those that are a list of parts, as some of
-        multimodal models do."""
-        text, hf = "saccade", self._require("chat needs one")
+        return reads_parts(self._require("chat needs one"))
 
-        def shows(content: Any) -> bool:
-            said = [{"role": "user", "content": content}]
-            try:
-                return text in render(lambda: hf.apply_chat_template(said, tokenize=False), hf.chat_template)
-            except Exception:  # whoever renders the conversation itself says so
-                return False
-
-        return not shows(text) and shows(_as_part(text))
+    @cached_property
+    def _call_form(self) -> CallForm:
+        return call_form(self._require("chat needs one"))
 
     def words(self, texts: Iterable[str]) -> list[list[int]]:
         """The token lists that ``texts`` may come as: from the beginning of a text, and with a space before, where that
@@ -225,10 +221,6 @@ def _template_of_processor(file: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return given if isinstance(given, str) else None
-
-
-def _as_part(content: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}]
 
 
 def _backend(hf: Any) -> Any:

@@ -19,7 +19,7 @@ from saccade.server.errors import ApiError, from_validation, renamed
 from saccade.server.generation import Ask, Generation
 from saccade.server.protocol import ChatRequest, Sampling
 from saccade.server.serving import Serving
-from saccade.server.usage import costs, thought_tokens
+from saccade.server.usage import thought_tokens
 
 _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_tokens"}  # not handed on as they are
 # What the fields of a chat are called here.
@@ -120,7 +120,7 @@ class Messages(Endpoint):
         if outcome is not None:
             thought = thought_tokens(self.serving.tokenizer, self.writer.thoughts, generation.tokens)
             used["output_tokens_details"] = {"thinking_tokens": thought}
-            used["saccade"] = costs([outcome.report], self.chat.policy.text)
+            used["saccade"] = self.chat.costs(outcome)
             if self.moved:
                 used["saccade"]["notes"].append(NOTE)
         return used
@@ -151,7 +151,7 @@ class Messages(Endpoint):
 
     async def answer(self, generation: Generation) -> JSON:
         [outcome] = await generation.all()
-        self.writer.feed(self.chat.readers[0].feed(outcome.text, final=True))
+        self.writer.feed(self.chat.readers[0].whole(outcome.text))
         self.writer.end()
         ending = self._ending(generation, outcome)
         message = self._message(self.writer.content, ending, self._usage(generation, outcome))

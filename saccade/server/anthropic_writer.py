@@ -7,14 +7,14 @@ from typing import Any
 
 from saccade.server.errors import ApiError
 from saccade.server.events import named_event
-from saccade.server.messages import MOST_NESTING, loads
+from saccade.server.messages import loads
 from saccade.server.reader import Delta
 from saccade.server.shape import check_shape
-from saccade.server.tool_json import Call
+from saccade.server.tool_formats.json_reading import DEEPEST
+from saccade.server.tool_formats.parts import Arguments, Begun, Ended
 
 JSON = dict[str, Any]
 _TEXTS = {"text": "text", "thinking": "thinking"}  # where a block of a type has its text
-_LEAST_LEFT = 8  # brackets around arguments that come back in a message
 
 
 class BlockWriter:
@@ -26,6 +26,7 @@ class BlockWriter:
         self.content: list[JSON] = []
         self._thoughts: list[str] = []
         self._open: str | None = None  # its type
+        self._call: JSON = {}  # the one that is open, or was
         self._text: list[str] = []  # of the open block
 
     @property
@@ -45,8 +46,14 @@ class BlockWriter:
             self._thoughts.append(delta.thoughts)
             events += self._say("thinking", delta.thoughts)
         for part in delta.parts:
-            if isinstance(part, Call):
-                events += self._call(part)
+            if isinstance(part, Begun):
+                events += self._begin_call(part)
+            elif isinstance(part, Arguments):
+                text = "{}" if part.text.strip() == "null" and not self._text else part.text
+                self._text.append(text)
+                events.append(self._delta("input_json_delta", partial_json=text))
+            elif not isinstance(part, str):
+                events += self._end_call(isinstance(part, Ended))
             elif part:
                 events += self._say("text", part)
         return events
@@ -56,6 +63,8 @@ class BlockWriter:
         kind, text = self._open, "".join(self._text)
         if kind is None:
             return []
+        if kind == "tool_use":
+            return self._end_call(False)
         self._open, self._text = None, []
         events, block = [], {"type": kind, _TEXTS[kind]: text}
         if kind == "thinking":
@@ -78,19 +87,20 @@ class BlockWriter:
             events.append(self._delta(f"{kind}_delta", **{_TEXTS[kind]: text}))
         return events
 
-    def _call(self, call: Call) -> list[bytes]:
-        given = _input(call.arguments)
-        if given is None:
-            return self._say("text", call.arguments)
+    def _begin_call(self, call: Begun) -> list[bytes]:
         events = self.end()
-        block = {"type": "tool_use", "id": call.id.replace("call_", "toolu_", 1), "name": call.name}
-        text = "{}" if call.arguments.strip() == "null" else call.arguments
-        events += [
-            self._start({**block, "input": {}}),
-            self._delta("input_json_delta", partial_json=text),
-            self._stop(),
-        ]
-        self.content.append({**block, "input": given})
+        self._call = {"type": "tool_use", "id": call.id.replace("call_", "toolu_", 1), "name": call.name}
+        self._open, self._text = "tool_use", []
+        return [*events, self._start({**self._call, "input": {}})]
+
+    def _end_call(self, whole: bool) -> list[bytes]:
+        """Close the call that is open, if one is. Of one that is not ``whole`` no more than its beginning was told."""
+        if self._open != "tool_use":
+            return []
+        events, arguments = [self._stop()], "".join(self._text)
+        given = _input(arguments) if whole else {}
+        self.content.append({"type": "text", "text": arguments} if given is None else {**self._call, "input": given})
+        self._open, self._text = None, []
         return events
 
     def _start(self, block: JSON) -> bytes:
@@ -106,7 +116,7 @@ class BlockWriter:
 def _input(arguments: str) -> JSON | None:
     """Arguments as an object; None for those that no client could send back: they lie too deep."""
     try:
-        check_shape(arguments.encode("utf-8", "surrogatepass"), MOST_NESTING - _LEAST_LEFT)
+        check_shape(arguments.encode("utf-8", "surrogatepass"), DEEPEST)
         given = loads(arguments)
     except (ApiError, ValueError, RecursionError):
         return None

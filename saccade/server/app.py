@@ -37,6 +37,7 @@ from saccade.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DocumentRequest,
     Sampling,
     SelectionMapRequest,
     TokenizeRequest,
@@ -201,6 +202,10 @@ def _completions(app: FastAPI, serving: Serving) -> None:
         caller: Caller = request.state.caller
         job = await serving.parse(len(await request.body()), lambda: Messages(serving, caller, body))
         return JSONAnswer(await job.count())
+
+    @app.post("/v1/documents")
+    async def document(request: Request, body: DocumentRequest) -> Response:
+        return Response(await attend(request, serving.documents.text(body)), media_type="application/json")
 
     @app.post("/v1/selection_maps")
     async def selection_map(request: Request, body: SelectionMapRequest) -> Response:

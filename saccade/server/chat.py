@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from saccade.engine.messages import StepOutput
-from saccade.server import reasoning, tools
+from saccade.engine.messages import RequestOutcome, StepOutput
+from saccade.server import reasoning
 from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
 from saccade.server.errors import ApiError, bad_request, renamed
 from saccade.server.generation import Ask, Generation
 from saccade.server.grammar import Grammar, constraint_of, grammar_of
-from saccade.server.grammar_parts import after_thoughts
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
 from saccade.server.params import sampling_params
 from saccade.server.protocol import ChatRequest
-from saccade.server.reader import Delta, Reader
+from saccade.server.reader import Delta, Joined, Reader
 from saccade.server.serving import Serving
 from saccade.server.tool_choice import tool_choice
+from saccade.server.tool_formats import FORMATS, UNKNOWN
+from saccade.server.tool_formats.harmony import Harmony, HarmonyReader, channel_grammar, next_message
+from saccade.server.tool_formats.parts import Arguments, Begun, Part
+from saccade.server.usage import costs
 
 _TAIL = 64  # tokens at the end of a prompt that may open or close thoughts
 
@@ -32,7 +36,11 @@ class Chat(Choices):
     def __init__(self, serving: Serving, caller: Caller, body: ChatRequest, cuts: bool = False) -> None:
         super().__init__(serving, caller, body)
         self.body, self.cuts = body, cuts
-        self.tools = tool_choice(body)
+        self.tools, self.parser = tool_choice(body), FORMATS.get(serving.config.tool_parser or "")
+        # How calls are read: as they are forced, where the model's own format is not known.
+        self.format = self.parser or (UNKNOWN if self.tools.forced else None)
+        self.thinks = reasoning.FORMATS.get(serving.config.reasoning_parser or "")
+        self.channels = isinstance(self.parser, Harmony) or self.thinks is reasoning.FORMATS[reasoning.HARMONY]
 
     async def prompt(self) -> tuple[list[int], JSON]:
         """The conversation as tokens, and the variables that its template was given."""
@@ -65,6 +73,8 @@ class Chat(Choices):
         except ApiError as error:
             raise renamed(error, {"max_tokens": named}) from error
         constraint = await self._constraint(prompt, variables)
+        if serving.words.hidden(self._marks()):
+            params = replace(params, skip_special_tokens=False)
         self.policy, self.n, self.samples = policy, params.n, params.n
         self.readers = [self._reader() for _ in range(params.n)]
         self.echoed = self.last if body.echo else ""
@@ -74,7 +84,7 @@ class Chat(Choices):
         template = str(getattr(self.serving.tokenizer.hf, "chat_template", "") or "")
         if "tools" not in template:
             raise bad_request("this model's chat template knows no tools", "tools", "unsupported_field")
-        if not self.tools.forced and self.serving.config.tool_parser is None:
+        if self.format is None:
             raise bad_request(
                 "calls of this model cannot be read: start the server with --tool-parser, or name one in tool_choice",
                 "tools",
@@ -89,42 +99,62 @@ class Chat(Choices):
         if self.tools.forced:
             if grammar is not None:
                 raise bad_request("tool_choice and a grammar exclude each other", "tool_choice")
-            grammar = self.tools.grammar()
+            assert self.format is not None
+            grammar = self.tools.grammar(self.format, serving.words)
         # What a response format asks for is no call, whatever it looks like.
         self.calls = bool(self.tools.tools) and (grammar is None or grammar[1] != "response_format")
-        self.exact, self.begins, named = grammar is not None, "answer", serving.config.reasoning_parser
+        self.exact, self.begins = grammar is not None, "answer"
         wrap: Callable[[str], str] | None = None
-        if named is not None:
-            format, end = reasoning.FORMATS[named], serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        format, end = self.thinks, ""
+        if self.channels or format is not None:
+            end = serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        if self.channels:
+            thinks = reasoning.FORMATS[reasoning.HARMONY]
+            self.begins = reasoning.beginning(thinks, end, variables, self.exact)
+            if body.continue_final_message:
+                self.begins = "answer"
+                wrap = partial(next_message, words=serving.words) if self.tools.forced else None
+            elif grammar is not None:
+                opened = self.begins == "thoughts"
+                wrap = partial(channel_grammar, words=serving.words, opened=opened, calls=self.tools.forced)
+        elif format is not None:
             self.begins = reasoning.beginning(format, end, variables, self.exact)
             if body.continue_final_message:  # what it goes on from was begun by the client
                 inside = self.last.rfind(format.begin) > self.last.rfind(format.end)
                 self.begins = "thoughts" if inside else "answer"
             opened = self.begins == "thoughts"
             if grammar is not None and (opened or (self.begins == "either" and reasoning.switched(variables, True))):
-                wrap = partial(after_thoughts, begin=format.begin, end=format.end, opened=opened)
+                wrap = partial(format.before, words=serving.words, opened=opened, calls=self.tools.forced)
         try:
             return await constraint_of(serving, grammar, wrap)
         except ApiError as error:
-            raise await self.tools.fault(serving) or error from error
+            fault = None if self.format is None else await self.tools.fault(serving, self.format)
+            raise fault or error from error
 
     def _reader(self) -> Reader:
-        config, choice = self.serving.config, self.tools
         single = self.body.parallel_tool_calls is False
+        if self.channels:
+            opened = "analysis" if self.begins == "thoughts" else None
+            opened = "final" if self.body.continue_final_message else opened
+            calls = self.calls and self.format is not None
+            return Reader(HarmonyReader(opened, calls, self.thinks is not None), single)
         thoughts = None
-        if config.reasoning_parser is not None and self.begins != "answer":
-            format = reasoning.FORMATS[config.reasoning_parser]
-            thoughts = reasoning.ReasoningReader(format, self.begins == "thoughts", self.exact)
-        if choice.forced:
-            return Reader(thoughts, tools.ForcedReader(choice.name), single)
-        if not self.calls or config.tool_parser is None:
-            return Reader(thoughts)
-        return Reader(thoughts, tools.ToolReader(tools.FORMATS[config.tool_parser], choice.tools), single)
+        if self.thinks is not None and self.begins != "answer":
+            thoughts = reasoning.ReasoningReader(self.thinks, self.begins == "thoughts", self.exact)
+        if not self.calls or self.format is None:
+            return Reader(Joined(thoughts))
+        return Reader(Joined(thoughts, self.format.reader(self.tools.tools)), single)
+
+    def _marks(self) -> tuple[str, ...]:
+        """Marks that the answer is read by: they must be in its text, even where they are special tokens."""
+        calls = self.format.marks if self.calls and self.format is not None else ()
+        return (*calls, *(self.thinks.marks if self.thinks is not None else ()))
 
     def _message(self, delta: Delta) -> JSON:
         message: JSON = {"role": "assistant", "content": self.echoed + delta.content, "refusal": None}
-        if delta.calls:
-            message["tool_calls"] = [call.as_dict() for call in delta.calls]
+        calls = _calls(delta.parts, -1)
+        if calls:
+            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
             message["content"] = message["content"] if message["content"].strip() else None
         return message | self._thoughts(delta.thoughts)
 
@@ -142,7 +172,7 @@ class Chat(Choices):
     async def answer(self, generation: Generation) -> JSON:
         outcomes, choices = await generation.all(), []
         for index, outcome in enumerate(outcomes):
-            delta = self.readers[index].feed(outcome.text, final=True)
+            delta = self.readers[index].whole(outcome.text)
             scores = None if outcome.logprobs is None else self._scores(outcome.token_ids, outcome.logprobs)
             ending = self.ending(outcome, self._reason(index, outcome.finish_reason))
             choices.append(self.choice(index, {"message": self._message(delta)}, scores, ending))
@@ -159,17 +189,46 @@ class Chat(Choices):
         scores = self._scores(output.new_tokens, output.new_logprobs) if output.new_logprobs else None
         if delta or scores:
             said: JSON = self._thoughts(delta.thoughts)
-            if delta.content or not delta.calls:
+            begun = sum(isinstance(part, Begun) for part in delta.parts)
+            calls = _calls(delta.parts, self.readers[index].begun - begun - 1)
+            if delta.content or not calls:
                 said["content"] = delta.content
-            if delta.calls:
-                before = self.readers[index].called - len(delta.calls)
-                said["tool_calls"] = [
-                    {"index": before + number, **call.as_dict()} for number, call in enumerate(delta.calls)
-                ]
+            if calls:
+                said["tool_calls"] = calls
             yield self.chunk(generation, index, {"delta": said}, scores)
         if outcome is not None:
             ending = self.ending(outcome, self._reason(index, outcome.finish_reason))
             yield self.chunk(generation, index, {"delta": {}}, None, ending)
 
+    def costs(self, outcome: RequestOutcome) -> JSON:
+        """Of an answer that is told in another form."""
+        found = costs([outcome.report], self.policy.text)
+        return {**found, "notes": [*found["notes"], *self.notes]}
+
+    def usage(self, generation: Generation, outcomes: list[RequestOutcome]) -> JSON:
+        used = super().usage(generation, outcomes)
+        used["saccade"]["notes"] += self.notes
+        return used
+
+    @property
+    def notes(self) -> list[str]:
+        """What did not go as asked, of what the model wrote."""
+        return list(dict.fromkeys(note for reader in self.readers for note in reader.notes))
+
     def _scores(self, tokens: list[int], entries: list[Any]) -> JSON:
         return chat_logprobs(tokens, entries, self.top, bool(self.body.return_tokens_as_token_ids))
+
+
+def _calls(parts: Iterable[Part], index: int) -> list[JSON]:
+    """What is new of calls, one entry each. ``index``: of the call that is under way."""
+    calls: list[JSON] = []
+    for part in parts:
+        if isinstance(part, Begun):
+            index += 1
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"index": index, "id": part.id, "type": "function", "function": function})
+        elif isinstance(part, Arguments):
+            if not calls:
+                calls.append({"index": index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += part.text
+    return calls

@@ -37,12 +37,17 @@ class Completion(Choices):
         policy = await serving.policy(self.caller, body.policy)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         self.scores_alone = most == 0 and bool(body.echo)  # what lm-eval and others ask for: no answer, the prompt
-        prompts = []
+        prompts: list[list[int]] = []
+        self.last: dict[int, int] = {}
         for given in self._given():
             tokens = given if isinstance(given, list) else await self._encode(given)
             if body.truncate_prompt_tokens is not None:
                 tokens = tokens[-body.truncate_prompt_tokens :]
-            serving.check_length(tokens, most if most > 0 else None, "prompt")
+            # A prompt that fills the context is scored alone up to its last token, which is then the answer.
+            fills = self.scores_alone and len(tokens) == serving.about.limits.max_model_len
+            serving.check_length(tokens[:-1] if fills else tokens, most if most > 0 else None, "prompt")
+            if fills:
+                self.last[len(prompts)] = tokens[-1]
             prompts.append(tokens)
         wanted = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
@@ -51,7 +56,7 @@ class Completion(Choices):
             body.model_copy(update={"prompt_logprobs": wanted}),
             serving.defaults,
             1 if self.scores_alone else most,
-            logprobs=body.logprobs,
+            logprobs=wanted if self.last else body.logprobs,
         )
         constraint = await constraint_of(serving, grammar_of(body))
         self.policy, self.n, self.prompts = policy, params.n, prompts
@@ -59,7 +64,9 @@ class Completion(Choices):
         decode, self.skip = serving.tokenizer.decode, params.skip_special_tokens
         self.echoed = [decode(tokens, skip_special_tokens=self.skip) if body.echo else "" for tokens in prompts]
         self.scores = TextLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids))
-        return Ask(prompts, params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
+        asked = [prompt[:-1] if place in self.last else prompt for place, prompt in enumerate(prompts)]
+        deadline, salt = body.deadline_seconds, body.cache_salt
+        return Ask(asked, params, policy, body.session_id, constraint, deadline, salt, answers=self.last)
 
     def _given(self) -> list[str | list[int]]:
         """The prompts one by one."""
@@ -99,10 +106,16 @@ class Completion(Choices):
         taken = [texts.take(token, stream.step(token))[0] for token in prompt]
         return [(one.text, one.offset) for one in taken]
 
+    def _scored(self, place: int, outcome: RequestOutcome) -> list[Any] | None:
+        """Log-probabilities of a whole prompt, those of its last token too where that had to be the answer."""
+        found = outcome.prompt_logprobs
+        return [*found, *(outcome.logprobs or [])] if found is not None and place in self.last else found
+
     def usage(self, generation: Generation, outcomes: list[RequestOutcome]) -> JSON:
         counted = super().usage(generation, outcomes)
         if self.scores_alone:  # the token that scoring takes is none of the answer's
-            counted |= {"completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
+            prompt = counted["prompt_tokens"] + len(self.last)
+            counted |= {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt}
         return counted
 
     def ending(self, outcome: RequestOutcome, reason: str) -> JSON:
@@ -111,9 +124,8 @@ class Completion(Choices):
 
     async def answer(self, generation: Generation) -> JSON:
         outcomes, choices = await generation.all(), []
-        self._prompt_scores = [
-            one.prompt_logprobs or [None] * len(prompt) for one, prompt in zip(outcomes[:: self.n], self.prompts)
-        ]
+        scored = [self._scored(place, one) for place, one in enumerate(outcomes[:: self.n])]
+        self._prompt_scores = [one or [None] * len(prompt) for one, prompt in zip(scored, self.prompts)]
         if self.body.echo and self.body.logprobs is not None:
             off_loop = self.serving.off_loop
             self._texts = [await off_loop(len(one), partial(self._places, one)) for one in self.prompts]
@@ -121,7 +133,7 @@ class Completion(Choices):
             text = self.echoed[index // self.n] + ("" if self.scores_alone else outcome.text)
             ending = self.ending(outcome, outcome.finish_reason)
             if self.body.prompt_logprobs is not None:
-                ending["prompt_logprobs"] = prompt_logprobs(outcomes[index - index % self.n].prompt_logprobs)
+                ending["prompt_logprobs"] = prompt_logprobs(scored[index // self.n])
             choices.append(self.choice(index, {"text": text}, self._logprobs(index, outcome), ending))
         return self.completed(generation, outcomes, choices)
 

@@ -30,7 +30,8 @@ SILENT = 2.0  # seconds without a sign of life after which one that is to end is
 
 class EngineProcess(asyncio.Protocol):
     """An engine in a process of its own (an EngineFace). The constructor returns when the model is loaded; it raises
-    what loading raises. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see EngineWatch.
+    what loading raises. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see EngineWatch;
+    ``policies``: ``warming``.
 
     Where the process ends by itself, or hangs, everything that was asked of it fails with EngineLost. One that hangs
     may get on again, and then takes requests again. With ``restart`` a process that ended or hangs is started anew, its
@@ -45,9 +46,15 @@ class EngineProcess(asyncio.Protocol):
         kv_events: dict[str, str | None] | None = None,
         limit: float = STEP_LIMIT,
         restart: bool = False,
+        policies: Sequence[Policy] = (),
     ) -> None:
         self._watch = EngineWatch(limit, lambda: processor_seconds(self.process.pid))
-        settings = {"config": wire_forms.config_dict(config), "log_level": log_level, "kv_events": kv_events}
+        settings: dict[str, Any] = {
+            "config": wire_forms.config_dict(config),
+            "log_level": log_level,
+            "kv_events": kv_events,
+        }
+        settings |= {"warm": [one.text for one in policies]}
         self._launch = partial(launch, settings | {"beat": self._watch.every}, self._began)
         self._starts = Starts() if restart else None
         self._tasks: set[asyncio.Future[None]] = set()

@@ -24,11 +24,12 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.messages import StepOutput
 from saccade.engine.pulse import Pulse
 from saccade.engine.stream import Stream
+from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
-from saccade.server import wire, wire_forms
-from saccade.server.engines import about_llm, prepare
+from saccade.server import warming, wire, wire_forms
+from saccade.server.engines import about_llm
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
 from saccade.server.matchers import Compiler, Grammar
@@ -188,19 +189,28 @@ def main(descriptor: int) -> None:
         signal.signal(one, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH)
     channel = socket.socket(fileno=descriptor)
-    frames: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=partial(_read, channel, frames), name="saccade-frames", daemon=True).start()
-    outbox = Outbox(channel)
-    start = json.loads(frames.get())
+    arrived = wire.Frames()
+    start = json.loads(_first(channel, arrived))
     log_to_stderr(start["log_level"])
+    policies = [Policy.parse(one) for one in start["warm"]]
+    ahead: warming.KernelsAhead | None = None
+    with suppress(SaccadeError):  # which is told below
+        ahead = warming.begin(EngineConfig.of(**start["config"]), policies, [descriptor])  # before there are threads
+    frames: SimpleQueue[bytes] = SimpleQueue()
+    reading = partial(_read, channel, arrived, frames)
+    threading.Thread(target=reading, name="saccade-frames", daemon=True).start()
+    outbox = Outbox(channel)
     try:
         config = EngineConfig.of(**start["config"])
         if config.threads is not None:
             import torch
 
             torch.set_num_threads(config.threads)
+        if ahead is not None:
+            ahead.collect()
         llm = LLM(config=config)
-        prepare(llm)
+        warming.warm(llm, policies, ahead)
+        warming.settle(llm)
         gc.collect()
         gc.freeze()  # it stays until the process ends: no later collection need walk over all of it
         if start["kv_events"] is not None:
@@ -233,9 +243,16 @@ def _beat(pulse: Pulse, outbox: Outbox, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def _read(channel: socket.socket, into: SimpleQueue[bytes]) -> None:
+def _first(channel: socket.socket, frames: wire.Frames) -> bytes:
+    """The parent's first frame, behind which it sends nothing until it is answered."""
+    while data := channel.recv(1 << 20):
+        if contents := list(frames.feed(data)):
+            return contents[0]
+    os._exit(1)
+
+
+def _read(channel: socket.socket, frames: wire.Frames, into: SimpleQueue[bytes]) -> None:
     """Frames from the parent. Without it there is nothing to do, and nobody to tell."""
-    frames = wire.Frames()
     try:
         while data := channel.recv(1 << 20):
             for content in frames.feed(data):

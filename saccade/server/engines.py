@@ -27,10 +27,9 @@ from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, look_after
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import logger
 from saccade.server.named_sessions import NamedSessions
+from saccade.server.warming import settle, warm
 
 T = TypeVar("T")
-
-PREPARING = 30.0  # seconds, at most, before a server on a GPU takes requests
 
 
 @dataclass(frozen=True)
@@ -150,22 +149,22 @@ def about_llm(llm: LLM) -> About:
     )
 
 
-def prepare(llm: LLM) -> None:
-    """Record the steps of a GPU that requests under the server's own policy will take, and log how many."""
-    done = llm.engine.prepare(llm.policy, PREPARING)
-    if done is not None:
-        fields = {"steps": done.recorded, "of": done.wanted, "seconds": round(done.seconds, 1)}
-        logger.info("recorded", extra={"fields": fields})
-
-
 class LocalEngine:
     """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see
-    EngineWatch. A thread that hangs cannot be ended: a process that closes this engine then ends with exit code 1."""
+    EngineWatch; ``policies``: what ``warming.warm`` is for. A thread that hangs cannot be ended: a process that closes
+    this engine then ends with exit code 1."""
 
     epoch = 0
 
-    def __init__(self, llm: LLM, kv_events: dict[str, str | None] | None = None, limit: float = STEP_LIMIT) -> None:
-        prepare(llm)
+    def __init__(
+        self,
+        llm: LLM,
+        kv_events: dict[str, str | None] | None = None,
+        limit: float = STEP_LIMIT,
+        policies: Sequence[Policy] = (),
+    ) -> None:
+        warm(llm, policies)
+        settle(llm)
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer

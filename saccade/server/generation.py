@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestOutcome, StepOutput
-from saccade.engine.params import SamplingParams
+from saccade.engine.params import MOST_BIAS, SamplingParams
 from saccade.engine.steering import Constraint
 from saccade.engine.stream import AsyncOutputs
 from saccade.errors import EngineLost
@@ -27,7 +27,8 @@ Piece = tuple[int, StepOutput]  # a choice's number, and what is new of it
 
 @dataclass
 class Ask:
-    """What a client wants: ``params.n`` samples for each of ``prompts``, in this order."""
+    """What a client wants: ``params.n`` samples for each of ``prompts``, in this order. ``answers``: the one token that
+    the answers to a prompt are to be, by its place, whatever the model says."""
 
     prompts: Sequence[list[int]]
     params: SamplingParams
@@ -37,6 +38,7 @@ class Ask:
     deadline: float | None = None
     cache_salt: str | None = None
     map_order: MapOrder | None = None
+    answers: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -186,14 +188,17 @@ class Generation:
 
     def _messages(self) -> list[AddRequest]:
         ask, messages = self.ask, []
-        for prompt in ask.prompts:
+        for place, prompt in enumerate(ask.prompts):
+            params = ask.params
+            if place in ask.answers:
+                params = replace(params, temperature=0.0, logit_bias={ask.answers[place]: MOST_BIAS})
             first = new_request_id()
-            for index in range(ask.params.n):
+            for index in range(params.n):
                 messages.append(
                     AddRequest(
                         first if index == 0 else new_request_id(),
                         prompt,
-                        ask.params.for_sample(index),
+                        params.for_sample(index),
                         ask.policy,
                         session=None if self._held is None else self._held.id,
                         whole=self._held is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -61,10 +62,17 @@ _AUDITED = {  # means that audits estimate
     "output_error_scaled": "The same over the sum of weights times norms of values",
     "divergence": "KL divergence of the next token from dense, in nats",
 }
+_COMPILED = {
+    "compiled_kernels": "Kernels that the engine compiled at their first use.",
+    "compile_seconds": "Seconds for which it did so, and requests waited.",
+}
 _BYTES = {
     "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
     "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
 }
+
+
+_parsed = lru_cache(256)(Policy.parse)
 
 
 class Metrics:
@@ -134,6 +142,8 @@ class Metrics:
     def ended(self, outcome: RequestOutcome, policy: Policy) -> None:
         """A sample has ended."""
         report, times = outcome.report, outcome.metrics
+        if policy.deferred and report.get("policy"):  # counted by what it became
+            policy = _parsed(report["policy"])
         reason = {"cancelled": "abort"}.get(outcome.finish_reason, outcome.finish_reason)
         self.success.labels(self._model, reason).inc()
         self.prompt_tokens.inc(report["prompt_tokens"])
@@ -303,6 +313,10 @@ class _Engine(Collector):
         for name, said in _STORED.items() if stored else ():
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
+            yield counted
+        for (name, said), value in zip(_COMPILED.items(), now.compiled):
+            counted = CounterMetricFamily(f"saccade:{name}", said, labels=["model_name"])
+            counted.add_metric([self._model], value)
             yield counted
         for place, (name, said) in enumerate(_BYTES.items()):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])

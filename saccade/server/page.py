@@ -9,7 +9,11 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-_SCRIPTS = ("common.js", "heat.js", "maps.js", "now.js", "ask.js")  # in this order
+_LIBRARY = "markdown-it.min.js"  # of npm, its licences beside it
+_SCRIPTS = (  # in this order
+    *("common.js", "stream.js", "heat.js", "maps.js", "now.js", "markdown.js"),
+    *("chats.js", "chat.js", "compare.js"),
+)
 
 
 @cache
@@ -22,7 +26,9 @@ def _page() -> tuple[bytes, str]:
 
     text = read("page.html")
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "frame-ancestors 'none'"]
-    for tag, inside in (("script", read(*_SCRIPTS)), ("style", read("style.css"))):
+    # A page's script may hold no comment of HTML, behind which "script" would begin another one.
+    scripts = read(_LIBRARY).replace("<!--", "\\x3C!--") + read(*_SCRIPTS)
+    for tag, inside in (("script", scripts), ("style", read("style.css"))):
         text = text.replace(f"<{tag}></{tag}>", f"<{tag}>{inside}</{tag}>")
         hashed = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         rules.append(f"{tag}-src 'sha256-{hashed}'")

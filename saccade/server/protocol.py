@@ -263,6 +263,13 @@ class DetokenizeRequest(Body):
     tokens: Tokens
 
 
+class DocumentRequest(Body):
+    """``POST /v1/documents``: a file by its ``name`` and its bytes, ``data``, in base64."""
+
+    name: str = "document"
+    data: str
+
+
 class SelectionMapRequest(Body):
     """``POST /v1/selection_maps``: a ``prompt`` or ``messages``, answered greedily with ``max_tokens`` under ``policy``
     while what ``layers`` read is drawn, at most ``pixels`` cells a side."""

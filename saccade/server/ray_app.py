@@ -25,6 +25,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from saccade.engine.config import PROFILE, EngineConfig
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
 from saccade.llm import LLM
+from saccade.methods.policy import Policy
 from saccade.server import TOKEN_GAP
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import EngineFace, LocalEngine
@@ -110,8 +111,8 @@ class EngineReplica:
 
 def _engine(config: EngineConfig, one_process: bool, log_level: str, limit: float) -> EngineFace:
     if one_process:
-        return LocalEngine(LLM(config=config), limit=limit)
-    return EngineProcess(config, log_level, limit=limit)
+        return LocalEngine(LLM(config=config), limit=limit, policies=[Policy.parse(config.policy)])
+    return EngineProcess(config, log_level, limit=limit, policies=[Policy.parse(config.policy)])
 
 
 class RayReplicas:

@@ -1,10 +1,16 @@
-"""Splits what a model thinks from what it says."""
+"""Splits what a model thinks from what it says. Harmony's channels are read by tool_formats/harmony.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from saccade.server.grammar_parts import after_thoughts
+from saccade.server.tool_formats.source import overlap
+from saccade.server.tool_formats.words import Words
+
+HARMONY = "harmony"
 
 
 @dataclass(frozen=True)
@@ -16,12 +22,42 @@ class ReasoningFormat:
     end: str = "</think>"
     inside: bool = False
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that may be tokens of their own."""
+        return self.begin, self.end
+
+    def before(self, source: str, words: Words, opened: bool, calls: bool) -> str:
+        """``source``, a grammar, behind thoughts, which the prompt has ``opened`` or the model may begin. ``calls``: it
+        is one of calls, before which models break lines."""
+        marks, gap = (self.begin, self.end), "/\\n{0,2}/" if calls else ""
+        token = words.token(self.end) is not None
+        return after_thoughts(source, gap, words(self.begin, marks), words(self.end, marks), opened, token)
+
 
 FORMATS = {
     "qwen3": ReasoningFormat(),
     "deepseek_r1": ReasoningFormat(inside=True),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
 }
+
+
+def format_of(template: str) -> str | None:
+    """The format in which a chat template marks thoughts; None where it tells of none."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return HARMONY
+    if "Here is my thought process" in template:
+        return "granite"
+    if "[THINK]" in template:
+        return "mistral"
+    if "<seed:think>" in template:
+        return "seed_oss"
+    if "</think>" not in template and "<think>" not in template:
+        return None
+    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
 # How an answer begins: with thoughts, whether it says so or not; with thoughts where it says so; without any.
@@ -86,8 +122,3 @@ class ReasoningReader:
             self._state = "after"
         rest, self._held = self._held, ""
         return thoughts, rest
-
-
-def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
-    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

@@ -21,7 +21,7 @@ from saccade.server.responses_items import chat_choice, chat_tools, check_calls,
 from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.responses_writer import Writer
 from saccade.server.serving import Serving
-from saccade.server.usage import costs, thought_tokens
+from saccade.server.usage import thought_tokens
 
 _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_tokens"}  # not handed on as they are
 
@@ -151,13 +151,13 @@ class Responses(Endpoint):
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": prompt + answer,
-            "saccade": costs([outcome.report], self.chat.policy.text),
+            "saccade": self.chat.costs(outcome),
         }
 
     async def answer(self, generation: Generation) -> JSON:
         [outcome] = await generation.all()
         scores = self._scores(outcome.token_ids, outcome.logprobs or [])
-        self.writer.feed(self.chat.readers[0].feed(outcome.text, final=True), scores)
+        self.writer.feed(self.chat.readers[0].whole(outcome.text), scores)
         self.writer.end("incomplete" if outcome.finish_reason == "length" else "completed")
         return self._finished(generation)
 

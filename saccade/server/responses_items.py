@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from saccade.errors import shown
 from saccade.server.errors import bad_request
-from saccade.server.tool_json import Call
+from saccade.server.tool_formats.parts import Begun
 
 JSON = dict[str, Any]
 _COMPACTED = "saccade1:"  # the form of encrypted_content
@@ -26,6 +26,8 @@ def messages_of(given: str | Sequence[JSON]) -> list[JSON]:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             _add_message(messages, item, after=given[index - 1] if index else {})
+        elif kind == "function_call" and item.get("status") == "incomplete":
+            continue  # it was told while it was written, and is text behind
         elif kind == "function_call":
             _add_call(messages, item, index)
         elif kind == "compaction":
@@ -179,7 +181,7 @@ def reasoning_item(status: str, text: str, item_id: str | None = None) -> JSON:
     }
 
 
-def call_item(call: Call, status: str, arguments: str, item_id: str | None = None) -> JSON:
+def call_item(call: Begun, status: str, arguments: str, item_id: str | None = None) -> JSON:
     return {
         "type": "function_call",
         "id": item_id or f"fc_{uuid4().hex}",

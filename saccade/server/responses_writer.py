@@ -8,14 +8,14 @@ from typing import Any
 from saccade.server.events import named_event
 from saccade.server.reader import Delta
 from saccade.server.responses_items import call_item, message_item, reasoning_item, text_part
-from saccade.server.tool_json import Call
+from saccade.server.tool_formats.parts import Arguments, Begun, Ended
 
 JSON = dict[str, Any]
 
 
 class Writer:
-    """``output``: the items that are complete. One item at most is open: thoughts, or a message. ``frame``: how an
-    event of a kind is sent. ``shown``: whether thoughts are told; ``thoughts`` has them anyway."""
+    """``output``: the items that are complete. One item at most is open: thoughts, a message, or a call. ``frame``: how
+    an event of a kind is sent. ``shown``: whether thoughts are told; ``thoughts`` has them anyway."""
 
     def __init__(self, frame: Callable[[str, JSON], bytes] = named_event, shown: bool = True) -> None:
         self._frame, self._shown = frame, shown
@@ -46,9 +46,15 @@ class Writer:
             self._text.append(delta.thoughts)
             events.append(self.event("response.reasoning_text.delta", delta=delta.thoughts, **self._place()))
         for part in delta.parts:
-            if isinstance(part, Call):
+            if isinstance(part, Begun):
                 events += self._close("completed")
-                events += self._call(part)
+                events += self._begin_call(part)
+            elif isinstance(part, Arguments):
+                self._text.append(part.text)
+                place = self._place(call=True)
+                events.append(self.event("response.function_call_arguments.delta", delta=part.text, **place))
+            elif not isinstance(part, str):
+                events += self._end_call("completed" if isinstance(part, Ended) else "incomplete")
             elif part:
                 events += self._begin("message")
                 self._text.append(part)
@@ -64,9 +70,10 @@ class Writer:
         events = self._begin("message") if not self.output and self._open is None else []
         return events + self._close(status)
 
-    def _place(self) -> JSON:
+    def _place(self, call: bool = False) -> JSON:
         assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self.output), "content_index": 0}
+        place = {"item_id": self._open["id"], "output_index": len(self.output)}
+        return place if call else {**place, "content_index": 0}
 
     def _begin(self, kind: str) -> list[bytes]:
         """Open an item of that kind, unless it is."""
@@ -84,6 +91,8 @@ class Writer:
         item = self._open
         if item is None:
             return []
+        if item["type"] == "function_call":
+            return self._end_call(status)
         place, text = self._place(), "".join(self._text)
         if item["type"] == "message":
             part = text_part(text, self._scores)
@@ -99,14 +108,21 @@ class Writer:
         self._open = None
         return events
 
-    def _call(self, call: Call) -> list[bytes]:
-        index, begun = len(self.output), call_item(call, "in_progress", "")
-        done = call_item(call, "completed", call.arguments, begun["id"])
-        place = {"item_id": begun["id"], "output_index": index}
+    def _begin_call(self, call: Begun) -> list[bytes]:
+        self._text, self._open = [], call_item(call, "in_progress", "")
+        return [self.event("response.output_item.added", output_index=len(self.output), item=self._open)]
+
+    def _end_call(self, status: str) -> list[bytes]:
+        """Close the call that is open, if one is."""
+        item = self._open
+        if item is None or item["type"] != "function_call":
+            return []
+        index, arguments = len(self.output), "".join(self._text)
+        done = {**item, "status": status, "arguments": arguments}
+        place, name = self._place(call=True), item["name"]
         self.output.append(done)
+        self._open = None
         return [
-            self.event("response.output_item.added", output_index=index, item=begun),
-            self.event("response.function_call_arguments.delta", delta=call.arguments, **place),
-            self.event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place),
+            self.event("response.function_call_arguments.done", name=name, arguments=arguments, **place),
             self.event("response.output_item.done", output_index=index, item=done),
         ]

@@ -14,9 +14,11 @@ from saccade.engine.messages import RequestOutcome
 from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
 from saccade.models.letters import most_letters
+from saccade.server import reasoning, tool_formats
 from saccade.server.admission import Admission, Caller
 from saccade.server.anthropic_system import SystemHeads
 from saccade.server.bodies import Room
+from saccade.server.documents import Documents
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammars import Grammars
@@ -26,8 +28,8 @@ from saccade.server.messages import conversation
 from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
-from saccade.server.settings import ServerConfig
-from saccade.server.template_formats import chosen, reasoning_parser_of, tool_parser_of
+from saccade.server.settings import ServerConfig, chosen
+from saccade.server.tool_formats.words import Words
 from saccade.server.tracing import Tracing
 from saccade.server.weight import weight
 
@@ -67,14 +69,16 @@ class Serving:
 
     def __init__(self, engine: EngineFace, config: ServerConfig) -> None:
         template = str(getattr(engine.tokenizer.hf, "chat_template", None) or "")
+        format = tool_formats.format_of(template)
         config = replace(
             config,
-            tool_parser=chosen(config.tool_parser, tool_parser_of(template)),
-            reasoning_parser=chosen(config.reasoning_parser, reasoning_parser_of(template)),
+            tool_parser=chosen(config.tool_parser, None if format is None else format.name),
+            reasoning_parser=chosen(config.reasoning_parser, reasoning.format_of(template)),
         )
         self.engine, self.config = engine, config
         about = self.about = engine.about
         self.tokenizer = engine.tokenizer
+        self.words = Words(engine.tokenizer.hf)
         self.names = config.names or (about.name,)
         self.created = int(time.time())
         self.defaults = about.defaults
@@ -91,6 +95,7 @@ class Serving:
         self.sockets: set[Socket] = set()
         self.mapping = False  # whether a selection map is being made
         self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
+        self.documents = Documents()
         each = most_letters(engine.tokenizer.hf)
         self._most_letters = None if each is None else each * about.limits.max_model_len
         self.room = Room(max(config.max_bodies, config.max_body))
@@ -120,6 +125,7 @@ class Serving:
         for pool in (self._threads, self._long, self._parser):
             pool.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+        self.documents.close()
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()

@@ -12,6 +12,8 @@ from saccade.server.keys import KeyRing
 from saccade.server.policies import PolicyRules
 
 MIB = 2**20
+AUTO = "auto"  # the parser that the model's chat template shows
+NONE = "none"  # no parser
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class ServerConfig:
         for path in (self.tls_certificate, self.tls_key, self.tls_client_authorities):
             if path is not None and not path.is_file():
                 raise SaccadeError(f"there is no file {shown(str(path))}; give the path of a PEM file")
+
+
+def chosen(parser: str | None, of_template: str | None) -> str | None:
+    """The parser that was named, or the template's where none was; None for none."""
+    return of_template if parser == AUTO else None if parser == NONE else parser
 
 
 def is_local(host: str) -> bool:

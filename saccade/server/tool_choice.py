@@ -9,48 +9,51 @@ from typing import Any
 
 from saccade.errors import shown
 from saccade.server.errors import ApiError, bad_request
-from saccade.server.grammar import constraint_of, json_grammar
-from saccade.server.grammar_parts import arguments_grammar, arguments_schema, calls_grammar
+from saccade.server.grammar import constraint_of
 from saccade.server.protocol import ChatRequest
 from saccade.server.serving import Serving
-from saccade.server.tool_json import JSON
+from saccade.server.tool_formats.base import ToolFormat
+from saccade.server.tool_formats.parts import JSON
+from saccade.server.tool_formats.words import Words
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass
 class ToolChoice:
-    """``tools``: those that the template shows. ``called``: the functions of which one must be called. ``name``: the
-    one function that must be called. ``most``: how many calls may be made."""
+    """``tools``: those that the template shows. ``called``: the functions of which one must be called. ``most``: how
+    many calls may be made."""
 
     tools: list[JSON]
     called: Sequence[JSON] = ()
-    name: str | None = None
     most: int | None = None
 
     @property
     def forced(self) -> bool:
         return bool(self.called)
 
-    def grammar(self) -> tuple[str, str]:
-        """What an answer that must be a call follows, as llguidance writes it, and the field that says so."""
-        try:
-            if self.name is not None:
-                return arguments_grammar(self.called), "tools"
-            return calls_grammar(self.called, self.most), "tools"
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"the parameters of the tools cannot be read: {error}", "tools") from error
+    def grammar(self, format: ToolFormat, words: Words) -> tuple[str, str]:
+        """What an answer that must be a call follows in a model's format, as llguidance writes it, and the field that
+        says so."""
+        return _grammar(format, self.called, self.most, words), "tools"
 
-    async def fault(self, serving: Serving) -> ApiError | None:
+    async def fault(self, serving: Serving, format: ToolFormat) -> ApiError | None:
         """The first of the tools whose parameters no grammar can be made of."""
         for index, tool in enumerate(self.tools):
             if any(tool["function"] is one for one in self.called):
-                found = json_grammar(arguments_schema(tool["function"])), f"tools[{index}].function.parameters"
+                param = f"tools[{index}].function.parameters"
                 try:
-                    await constraint_of(serving, found)
+                    await constraint_of(serving, (_grammar(format, [tool["function"]], 1, serving.words), param))
                 except ApiError as error:
                     return ApiError(error.status, error.message, error.code, "tools")
         return None
+
+
+def _grammar(format: ToolFormat, functions: Sequence[JSON], most: int | None, words: Words) -> str:
+    try:
+        return format.grammar(functions, most, words)
+    except (ValueError, KeyError, RecursionError) as error:
+        raise bad_request(f"the parameters of the tools cannot be read: {error}", "tools") from error
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice:
@@ -64,7 +67,7 @@ def tool_choice(body: ChatRequest) -> ToolChoice:
     if not tools:
         raise bad_request("tool_choice needs tools", "tool_choice")
     if choice == "required":
-        return ToolChoice(tools, functions, most=1 if body.parallel_tool_calls is False else None)
+        return ToolChoice(tools, functions, 1 if body.parallel_tool_calls is False else None)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     called = [one for one in functions if one["name"] == name]
@@ -73,7 +76,7 @@ def tool_choice(body: ChatRequest) -> ToolChoice:
         raise bad_request(
             f"tool_choice={shown(choice)} must be auto, none, required or name one of: {names}", "tool_choice"
         )
-    return ToolChoice(tools, called, name)
+    return ToolChoice(tools, called, 1)
 
 
 def _check(tool: Any, where: str) -> None:

@@ -51,7 +51,10 @@ class Kinds:
         }
 
     def load(self, folder: Path | str, **settings: Any) -> LLM:
-        return LLM(folder, **{"kv_memory": "256KiB", "max_model_len": 64, "threads": 1, **settings})
+        return LLM(
+            folder,
+            **{"enable_prefix_caching": False, "kv_memory": "256KiB", "max_model_len": 64, "threads": 1, **settings},
+        )
 
     def close(self) -> None:
         self.llm.close()
@@ -126,7 +129,7 @@ class Kinds:
             given["model"] = spoilt(rng, rng.choice((str(self.checkpoint), "retrieve", "a/b"))) + "?"
         config = EngineConfig.of(**given)
         if rng.random() < 0.5 and "model" not in given:
-            llm = LLM(self.checkpoint, **{"kv_memory": "256KiB", **given})
+            llm = LLM(self.checkpoint, **{"enable_prefix_caching": False, "kv_memory": "256KiB", **given})
             try:
                 self._run(lambda: llm.generate(_ids(rng), FEW))
             finally:

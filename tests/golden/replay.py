@@ -67,7 +67,15 @@ def checkpoint(family: str, folder: Path, jitter: int = 0) -> Path:
 
 
 def load(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=CHUNK, max_requests=256, threads=1, **options)
+    return LLM(
+        folder,
+        dtype="float32",
+        kv_memory="64MiB",
+        prefill_chunk=CHUNK,
+        max_requests=256,
+        threads=1,
+        **{"enable_prefix_caching": False, **options},
+    )
 
 
 def greedy(count: int, logprobs: int | None = None) -> SamplingParams:

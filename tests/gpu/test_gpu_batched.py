@@ -35,7 +35,15 @@ def engines(tmp_path_factory):
     """Without batched steps, with steps launched one by one, with recorded ones: one random float32 Llama."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
     made = [
-        LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, cuda_graphs=graphs)
+        LLM(
+            folder,
+            kv_memory="64MiB",
+            prefill_chunk=256,
+            device="cuda",
+            exact=False,
+            cuda_graphs=graphs,
+            enable_prefix_caching=False,
+        )
         for graphs in (False, False, True)
     ]
     take_off_device(made[0])
@@ -118,7 +126,7 @@ def test_requests_of_one_form_share_their_graphs(engines, form):
 @pytest.mark.parametrize("error", [ZeroDivisionError("it broke"), torch.cuda.OutOfMemoryError("no memory")])
 def test_one_failure_costs_one_step(tmp_path, monkeypatch, error):
     folder = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=2048, head_dim=32)
-    one = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    one = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, enable_prefix_caching=False)
     plain = one.generate(PROMPTS[0], PARAMS, policy="dense")[0]
     monkeypatch.setattr(device_attention, "append_rows", Once(device_attention.append_rows, error, at=2))
     output = one.generate(PROMPTS[0][:-1], PARAMS, policy="psa(epsilon=0.9)")[0]
@@ -132,7 +140,7 @@ def test_one_failure_costs_one_step(tmp_path, monkeypatch, error):
 def test_narrow_storage_is_served_and_recorded(tmp_path, dtype):
     """Where rounding may change a token, what is read still has its size."""
     folder = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=2048, head_dim=64)
-    one = LLM(folder, kv_memory="64MiB", dtype=dtype, device="cuda")
+    one = LLM(folder, kv_memory="64MiB", dtype=dtype, device="cuda", enable_prefix_caching=False)
     for policy in POLICIES:
         batched = one.generate(PROMPTS, PARAMS, policy=policy)
         assert device_of(one).kinds.records

@@ -23,7 +23,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(folder):
     """A CPU and a GPU engine of it."""
-    return [LLM(folder, kv_memory="64MiB", prefill_chunk=256, device=device) for device in ("cpu", "cuda")]
+    return [
+        LLM(folder, kv_memory="64MiB", prefill_chunk=256, device=device, enable_prefix_caching=False)
+        for device in ("cpu", "cuda")
+    ]
 
 
 def settled(policy: Policy) -> Policy:
@@ -57,7 +60,7 @@ def test_a_batch_of_policies_and_the_pool_given_back(engines):
 @pytest.mark.parametrize("count", [2, 6, 15])
 def test_recorded_verifications_give_dense_tokens(engines, folder, count):
     """Rounds of three requests of unlike lengths, recorded after their first ones."""
-    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, enable_prefix_caching=False)
     prompts = [random_ids(length, seed=length) for length in (300, 513, 129)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     want = engines[1].generate(prompts, params)
@@ -96,7 +99,7 @@ def test_recorded_questions_after_a_shared_prefix(engines, folder, policy):
 
 
 def test_tokens_of_a_recorded_question_are_drawn_on_the_device(engines, folder):
-    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, enable_prefix_caching=False)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=6, logprobs=2, ignore_eos=True)
     prompts = [random_ids(256 + length, seed=length) for length in (12, 40, 17, 33)]
     want = engines[0].generate(prompts, params)
@@ -114,7 +117,7 @@ AHEAD += ["psa(epsilon=0.3, microbatch=1)", "lfps(k=24, least=1)", "h2o(budget=9
 def test_steps_launched_before_they_are_asked_for(folder, policy):
     """Tokens and counts of requests that come, go and fill blocks are those of steps that wait for each other; half of
     them draw."""
-    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, enable_prefix_caching=False)
     prompts = [random_ids(length, seed=length) for length in (300, 130, 200, 31)]
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (120, 40, 90, 64)]
     for number in (1, 2):
@@ -142,7 +145,7 @@ def test_steps_recorded_before_requests_serve_them(engines, folder, policy):
     prompts = [random_ids(length, seed=length) for length in (96, 96, 95, 200)]
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     options = {"kv_memory": "64MiB", "prefill_chunk": 256, "device": "cuda", "exact": False, "max_requests": 4}
-    plain, gpu = (LLM(folder, policy=policy, **options) for _ in range(2))
+    plain, gpu = (LLM(folder, policy=policy, **{"enable_prefix_caching": False, **options}) for _ in range(2))
     done = gpu.engine.prepare(gpu.policy, 60.0)
     assert done.recorded == done.wanted > 2
     recorded = gpu.engine.worker.device.kinds.recorded[0]
@@ -163,7 +166,8 @@ def test_steps_recorded_before_requests_serve_them(engines, folder, policy):
 def test_audits_and_replays_beside_recorded_steps(folder, policy):
     """They change no token and find what a CPU does, compiled, recorded and launched ahead."""
     cpu, gpu = (
-        LLM(folder, kv_memory="64MiB", prefill_chunk=1024, device=device, exact=False) for device in ("cpu", "cuda")
+        LLM(folder, kv_memory="64MiB", prefill_chunk=1024, device=device, exact=False, enable_prefix_caching=False)
+        for device in ("cpu", "cuda")
     )
     prompts = [random_ids(length, seed=length) for length in (300, 230, 310)]
     shared = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}

@@ -89,7 +89,7 @@ def test_a_report_says_which_served():
     turn = make("multikey", 1024, 1).turns[0]
     found = []
     for asked in (True, False):
-        with LLM("reference", dtype="bfloat16", device="cuda", fa4=asked) as llm:
+        with LLM("reference", dtype="bfloat16", device="cuda", fa4=asked, enable_prefix_caching=False) as llm:
             ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": turn.message()}])
             out = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8), policy="dense")[0]
             found.append((out.outputs[0].token_ids, out.report["prefill"]["backends"]))

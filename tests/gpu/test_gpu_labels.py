@@ -46,7 +46,7 @@ def test_labels_and_estimates_are_the_hosts(heads, kv_heads, dim, size, bits, dt
     lengths = [5003, 0, 4096, method.dense_upto, method.dense_upto + 1, 2048 + size - 1, 0, 3 * 1024]
     prompts = [5002, 0, 3000, 50, 30, 63, 0, 64]
     rows = LabelledRows(method, lengths, prompts, heads, kv_heads, dim, dtype, "cuda")
-    got = estimate_labelled(rows.q, rows.pages, rows.words, rows.choice, rows.dense_upto, dim**-0.5, softcap)
+    got = estimate_labelled(rows.q, rows.pages, rows.words, rows.choice, rows.dense_upto, dim**-0.5, softcap).blocks
     for row, length in enumerate(lengths):
         if not length:
             continue
@@ -146,7 +146,10 @@ def test_answers_do_not_change_from_run_to_run():
 def engines(tmp_path_factory):
     """Without recorded steps, and with them: one random float32 Llama."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=4096, head_dim=64)
-    made = [LLM(folder, kv_memory="128MiB", prefill_chunk=512, device="cuda", exact=False) for _ in range(2)]
+    made = [
+        LLM(folder, kv_memory="128MiB", prefill_chunk=512, device="cuda", exact=False, enable_prefix_caching=False)
+        for _ in range(2)
+    ]
     take_off_device(made[0])
     return made
 
@@ -211,9 +214,15 @@ def test_keys_in_host_memory(tmp_path_factory, slots, unit):
     prompts = [random_ids(length, seed=length) for length in (180, 240, 333)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     policy, settings = POLICIES[0], {"dtype": "float32", "prefill_chunk": 64, "device": "cuda", "exact": False}
-    with LLM(folder, kv_memory="64MiB", **settings) as whole:
+    with LLM(folder, kv_memory="64MiB", **{"enable_prefix_caching": False, **settings}) as whole:
         expected = [tokens(one) for one in whole.generate(prompts, params, policy=policy)]
-    with LLM(folder, kv_memory=slots * 2 * 2 * 32 * 32 * 4, kv_host="64MiB", kv_unit=unit, **settings) as llm:
+    with LLM(
+        folder,
+        kv_memory=slots * 2 * 2 * 32 * 32 * 4,
+        kv_host="64MiB",
+        kv_unit=unit,
+        **{"enable_prefix_caching": False, **settings},
+    ) as llm:
         done = llm.generate(prompts, params, policy=policy)
         assert [one.error for one in done] == [None] * 3
         assert [tokens(one) for one in done] == expected

@@ -24,7 +24,7 @@ def test_a_model_answers_as_on_a_cpu(name, tmp_path: Path):
     folder, _ = quantise(make_checkpoint("llama", tmp_path / "made", **SIZES), tmp_path / name, FOLDERS[name])
     greedy, found = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), []
     for device in ("cpu", "cuda"):
-        with LLM(folder, dtype="float32", kv_memory="16MiB", device=device) as llm:
+        with LLM(folder, dtype="float32", kv_memory="16MiB", device=device, enable_prefix_caching=False) as llm:
             found.append([tokens(one) for one in llm.generate([random_ids(60, seed=7), random_ids(9, seed=8)], greedy)])
     assert found[0] == found[1]
 
@@ -36,7 +36,7 @@ def test_fp8_is_multiplied_as_such(name, tmp_path: Path):
     folder, theirs = quantise(make_checkpoint("llama", tmp_path / "made", **SIZES), tmp_path / name, FOLDERS[name])
     ids = random_ids(60, seed=7)
     scored = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
-    with LLM(folder, dtype="bfloat16", kv_memory="16MiB", device="cuda") as llm:
+    with LLM(folder, dtype="bfloat16", kv_memory="16MiB", device="cuda", enable_prefix_caching=False) as llm:
         layers = llm.model.runner.llama.weights.layers
         assert {type(one) for one in (*layers[1].matrices, layers[1].joined, layers[1].both)} == {Fp8Matrix}
         entries = llm.generate([ids], scored)[0].prompt_logprobs[1:]

@@ -57,7 +57,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cuda") as whole:
+    with LLM(
+        folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cuda", enable_prefix_caching=False
+    ) as whole:
         return [tokens(one) for one in whole.generate(PROMPTS, GREEDY, policy=POLICIES)]
 
 
@@ -67,7 +69,9 @@ def expected(folder):
 )
 def test_every_method_in_a_small_part_of_the_memory(folder, expected, slots, replacement, unit):
     options = {"kv_memory": slots * SLOT, "kv_host": "64MiB", "kv_replacement": replacement, "kv_unit": unit}
-    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
+    with LLM(
+        folder, dtype="float32", prefill_chunk=64, device="cuda", **{"enable_prefix_caching": False, **options}
+    ) as llm:
         done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
         errors = {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
         assert not errors
@@ -82,7 +86,14 @@ def test_every_method_in_a_small_part_of_the_memory(folder, expected, slots, rep
 @pytest.mark.parametrize(("slots", "replacement"), [(9, "lru"), (60, "clock")])
 def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, expected, slots, replacement):
     options = {"kv_memory": slots * SLOT, "kv_host": 100 * SLOT, "kv_disk": f"{tmp_path}:64MiB"}
-    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", kv_replacement=replacement, **options) as llm:
+    with LLM(
+        folder,
+        dtype="float32",
+        prefill_chunk=64,
+        device="cuda",
+        kv_replacement=replacement,
+        **{"enable_prefix_caching": False, **options},
+    ) as llm:
         done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
         assert not {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
         assert dict(zip(POLICIES, [tokens(one) for one in done])) == dict(zip(POLICIES, expected))
@@ -95,7 +106,9 @@ def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, exp
 @pytest.mark.parametrize(("compute", "unit"), [("host", "block"), ("host", "head"), ("auto", "block")])
 def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, unit):
     options = {"kv_memory": 30 * SLOT, "kv_host": "64MiB", "kv_compute": compute, "kv_unit": unit}
-    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
+    with LLM(
+        folder, dtype="float32", prefill_chunk=64, device="cuda", **{"enable_prefix_caching": False, **options}
+    ) as llm:
         done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
         assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
         assert llm.pool.tiers.counts.attended_on_host > 50
@@ -109,10 +122,10 @@ def test_lfps_lives_where_host_memory_keeps_the_keys(folder, slots):
     prompts = [random_ids(180 + 41 * i, seed=i) for i in range(len(policies))]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     settings = {"dtype": "float32", "prefill_chunk": 64}
-    with LLM(folder, kv_memory="64MiB", device="cpu", **settings) as whole:
+    with LLM(folder, kv_memory="64MiB", device="cpu", **{"enable_prefix_caching": False, **settings}) as whole:
         want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
     options = {"kv_memory": slots * SLOT, "kv_host": "64MiB", "kv_compute": "host"}
-    with LLM(folder, device="cuda", **settings, **options) as llm:
+    with LLM(folder, device="cuda", **settings, **{"enable_prefix_caching": False, **options}) as llm:
         done = llm.generate(prompts, params, policy=policies)
         assert [tokens(one) for one in done] == want
         for one in done:
@@ -132,9 +145,11 @@ def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit, in_place
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompt, size = random_ids(900, seed=3), KVFormat(torch.float32, 2, 32, 16).block_bytes
     settings = {"dtype": "float32", "block_size": 16, "device": "cuda", "prefill_chunk": 256}
-    with LLM(folder, kv_memory="16MiB", **settings) as whole:
+    with LLM(folder, kv_memory="16MiB", **{"enable_prefix_caching": False, **settings}) as whole:
         (want,) = whole.generate([prompt], params, policy=policy)
-    with LLM(folder, kv_memory=90 * size, kv_host="16MiB", kv_unit=unit, **settings) as llm:  # of 118 parts
+    with LLM(
+        folder, kv_memory=90 * size, kv_host="16MiB", kv_unit=unit, **{"enable_prefix_caching": False, **settings}
+    ) as llm:  # of 118 parts
         (done,) = llm.generate([prompt], params, policy=policy)
         assert tokens(done) == tokens(want)
         backends, counts = done.report["decode"]["backends"], llm.pool.tiers.counts
@@ -148,7 +163,15 @@ def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit, in_place
 
 
 def test_while_the_device_suffices_steps_are_those_without_a_tier(folder, expected):
-    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", kv_memory="32MiB", kv_host="64MiB") as llm:
+    with LLM(
+        folder,
+        dtype="float32",
+        prefill_chunk=64,
+        device="cuda",
+        kv_memory="32MiB",
+        kv_host="64MiB",
+        enable_prefix_caching=False,
+    ) as llm:
         done = llm.generate(PROMPTS[:6], GREEDY, policy=POLICIES[:6])
         assert [tokens(one) for one in done] == expected[:6]
         assert not any(vars(llm.pool.tiers.counts).values())
@@ -161,9 +184,16 @@ def test_every_method_may_live_in_host_memory(folder, parts):
     prompts = [random_ids(180 + 41 * i, seed=i) for i in range(len(policies))]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False}
-    with LLM(folder, kv_memory="64MiB", device="cpu", **settings) as whole:
+    with LLM(folder, kv_memory="64MiB", device="cpu", **{"enable_prefix_caching": False, **settings}) as whole:
         want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
-    with LLM(folder, device="cuda", kv_memory=60 * SLOT, kv_host="64MiB", kv_compute="host", **settings) as llm:
+    with LLM(
+        folder,
+        device="cuda",
+        kv_memory=60 * SLOT,
+        kv_host="64MiB",
+        kv_compute="host",
+        **{"enable_prefix_caching": False, **settings},
+    ) as llm:
         llm.pool.tiers.tier.compute.lodges_all = True
         llm.engine.worker.host._hosting.most_parts = parts
         done = llm.generate(prompts, params, policy=policies)
@@ -201,11 +231,13 @@ def test_steps_launched_ahead_bring_in_what_they_read(tmp_path, monkeypatch, pol
         return came
 
     monkeypatch.setattr(Ahead, "serves", noted)
-    with LLM(folder, kv_memory="16MiB", **settings) as whole:
+    with LLM(folder, kv_memory="16MiB", **{"enable_prefix_caching": False, **settings}) as whole:
         want = [tokens(whole.generate([prompt], long, policy=policy)[0]) for prompt in prompts]
         with whole.session(policy=policy) as session:
             turns = [tokens(session.generate(prompts[1], short)), tokens(session.generate([5, 6, 7], short))]
-    with LLM(folder, kv_memory=150 * slot, kv_host="16MiB", kv_unit=unit, **settings) as llm:  # of 290 parts
+    with LLM(
+        folder, kv_memory=150 * slot, kv_host="16MiB", kv_unit=unit, **{"enable_prefix_caching": False, **settings}
+    ) as llm:  # of 290 parts
         core = llm.engine
         for _ in range(3):
             first, gone = start(llm, prompts[0], long, policy), start(llm, prompts[1], long, policy)
@@ -232,7 +264,9 @@ def test_steps_launched_ahead_bring_in_what_they_read(tmp_path, monkeypatch, pol
     reports = []
     for ahead in (False, True):
         asked.clear()
-        with LLM(folder, kv_memory=90 * slot, kv_host="16MiB", kv_unit=unit, **settings) as llm:
+        with LLM(
+            folder, kv_memory=90 * slot, kv_host="16MiB", kv_unit=unit, **{"enable_prefix_caching": False, **settings}
+        ) as llm:
             llm.engine.worker.device.runs_ahead = ahead
             (done,) = llm.generate([prompts[0]], long, policy=policy)
             assert tokens(done) == want[0]

@@ -71,7 +71,7 @@ def test_prompts_of_one_step_share_launches(policy, tmp_path, monkeypatch):
     for waits in (host.waits, lambda *given: False):
         monkeypatch.setattr(host, "waits", waits)
         options = {"kv_memory": "128MiB", "device": "cuda", "dtype": "bfloat16", "enable_prefix_caching": False}
-        with LLM(folder, **options) as llm:
+        with LLM(folder, **{"enable_prefix_caching": False, **options}) as llm:
             outs = llm.generate(prompts, params, policy=policy)
         found.append([(one.outputs[0].token_ids, one.report["prefill"]["backends"]) for one in outs])
         assert all(set(backends) == {"triton"} for _, backends in found[-1])

@@ -99,7 +99,7 @@ class Bench:
     def __init__(self, folder: Path, **options: Any) -> None:
         options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
         block = KVFormat(torch.float32, 2, 16, SIZE).block_bytes
-        self.llm = LLM(folder, kv_memory=ROOM * LAYERS * block, **options)
+        self.llm = LLM(folder, kv_memory=ROOM * LAYERS * block, **{"enable_prefix_caching": False, **options})
         self.engine = self.llm.engine
         self.plant = Plant(self.llm.model.runner)
 

@@ -70,14 +70,22 @@ def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3, family
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         checkpoint = make_checkpoint(family, Path(folder) / "model", max_position_embeddings=1024)
-        quiet = LLM(checkpoint, dtype="float32", kv_memory="8MiB", prefill_chunk=64, threads=1)
+        quiet = LLM(
+            checkpoint, dtype="float32", kv_memory="8MiB", prefill_chunk=64, threads=1, enable_prefix_caching=False
+        )
         policies = [one for one in policies if _runs(quiet, one)]
         asks, talks = questions(quiet, policies * each, seed)
         quiet.close()
         del quiet
         for number, (callers, exact, gap, share) in enumerate(PHASES):
             settings: dict[str, Any] = {"exact": exact, "max_token_gap": gap, "threads": 2}
-            llm = LLM(checkpoint, dtype="float32", kv_memory="1MiB", prefill_chunk=64, **settings)
+            llm = LLM(
+                checkpoint,
+                dtype="float32",
+                kv_memory="1MiB",
+                prefill_chunk=64,
+                **{"enable_prefix_caching": False, **settings},
+            )
             faults = Faults(seed + number, llm.model.runner, rate)
             ledger = Ledger(asks, talks, faults, int(requests * share), exact)
             with faults.planted():

@@ -59,7 +59,9 @@ NAMED = ("the session 'talk'", "the saved session is damaged", "another model", 
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
-    llm = LLM(folder, dtype="float32", kv_memory="4MiB", prefill_chunk=32, **options)
+    llm = LLM(
+        folder, dtype="float32", kv_memory="4MiB", prefill_chunk=32, **{"enable_prefix_caching": False, **options}
+    )
     if llm.sessions is not None:
         llm.sessions.segments.size = SEGMENT
     return llm

@@ -76,7 +76,9 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, head_dim=32)
-        with LLM(checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1) as quiet:
+        with LLM(
+            checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1, enable_prefix_caching=False
+        ) as quiet:
             asks, talks = questions(quiet, policies * each, seed)
         for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
             system = FaultySystem(rate, seed + number)

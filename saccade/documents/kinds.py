@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from saccade.cli.markup import MarkupError, archive_text, html_text, unicode_of
+from saccade.documents.archives import archive_text
+from saccade.documents.encodings import unicode_of
+from saccade.documents.pages import html_text
+from saccade.documents.parts import MarkupError
 from saccade.errors import RequestError, shown
 
 EXTRA = "pip install 'saccade-llm[documents]'"
 _OTHERS = (  # first bytes, what it is, and what makes text of it
-    (b"PK\x03\x04", "a zip archive, and no Word or EPUB file", "unzip FILE, then give one of its files"),
+    (b"PK\x03\x04", "a zip archive, and no document", "unzip FILE, then give one of its files"),
     (b"\xd0\xcf\x11\xe0", "an old Office file", "soffice --headless --convert-to txt FILE"),
     (b"{\\rtf", "an RTF file", "pandoc FILE -t plain -o book.txt"),
     (b"\x1f\x8b", "compressed by gzip", "gunzip FILE"),
@@ -24,8 +27,9 @@ _HTML = (b"<!doctype html", b"<html", b"<head", b"<body")
 
 def text_of(data: bytes, name: str) -> str:
     """The text of a file's bytes: UTF-8, UTF-16 (with its mark, or letters of every other byte), or what is written in
-    a PDF, a Word file (DOCX), an EPUB book or an HTML page. RequestError, with the tool that makes text of it, for
-    other kinds and for what is damaged, locked or without text."""
+    a PDF, an Office file (DOCX, XLSX, PPTX), an OpenDocument file (ODT, ODS, ODP), an EPUB book or an HTML page.
+    RequestError, with the tool that makes text of it, for other kinds and for what is damaged, locked or without
+    text."""
     if data.startswith(b"%PDF-"):
         return _pdf(data, name)
     if _is_html(data):
@@ -39,7 +43,7 @@ def text_of(data: bytes, name: str) -> str:
         try:
             written = archive_text(data)
         except MarkupError as error:
-            raise RequestError(f"{name} {error}; pandoc FILE -t plain -o book.txt may read it") from error
+            raise RequestError(f"{name} {error}; pandoc or LibreOffice may make text of it") from error
         if written is not None:
             return written
     if data.startswith(b"\xd0\xcf\x11\xe0") and _LOCKED in data:

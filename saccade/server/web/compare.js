@@ -1,6 +1,6 @@
 // A chat about a document under two policies. Each side has its own history, and computes its own beginnings.
 const salt = String(Math.random()).slice(2);
-let stopper = null, sides = [[], []], chat = 0;
+let stopper = null, sides = [[], []], round = 0;
 
 function cost(usage, first, all) {
   const table = element("table"), said = usage.saccade, head = table.createTHead().insertRow(), body = table.createTBody();
@@ -23,35 +23,19 @@ function cost(usage, first, all) {
 
 async function answer(number, question, signal) {
   const talk = at("talk" + number), began = performance.now(), policy = at("policy" + number).value;
-  const messages = [...sides[number], { role: "user", content: question }], mine = chat;
+  const messages = [...sides[number], { role: "user", content: question }], mine = round;
   const text = element("p", "", "said"), place = element("div");
-  let first = null, usage = null;
+  let first = null;
   talk.append(element("p", sides[number].length ? question : at("question").value, "asked"), text, place);
   at("title" + number).textContent = policy;
   try {
-    const response = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), signal,
-      body: JSON.stringify({ messages, policy, temperature: 0, max_tokens: Number(at("most").value), stream: true,
-        cache_salt: salt + number, stream_options: { include_usage: true } }) });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let said = "";
-    for (let held = "", part; !(part = await reader.read()).done;) {
-      const lines = (held + part.value).split("\n");
-      held = lines.pop();
-      for (const line of lines) {
-        if (!line.startsWith("data: {")) continue;
-        const event = JSON.parse(line.slice(6));
-        if (event.error) throw new Error(event.error.message);
-        for (const choice of event.choices) {
-          first ??= (performance.now() - began) / 1000;
-          said += choice.delta.content ?? "";
-          text.textContent += choice.delta.reasoning ?? choice.delta.content ?? "";
-        }
-        if (event.usage) usage = event.usage;
-      }
-    }
+    const got = await converse({ messages, policy, temperature: 0, max_tokens: Number(at("most").value), cache_salt: salt + number }, signal, (now) => {
+      first ??= (performance.now() - began) / 1000;
+      text.textContent = now.thoughts + now.text;
+    });
+    const usage = got.usage, said = got.text;
     if (!text.textContent) text.textContent = "(the model said nothing)";
-    if (mine !== chat) return null;
+    if (mine !== round) return null;
     const all = (performance.now() - began) / 1000;
     sides[number] = [...messages, { role: "assistant", content: said }];
     place.replaceChildren(...cost(usage, first, all));
@@ -95,7 +79,7 @@ at("ask").addEventListener("submit", async (event) => {
 at("stop").addEventListener("click", () => stopper && stopper.abort());
 at("anew").addEventListener("click", () => {
   if (stopper) stopper.abort();
-  chat++;
+  round++;
   sides = [[], []];
   for (const number of [0, 1]) { at("talk" + number).replaceChildren(); at("title" + number).textContent = ["First answer", "Second answer"][number]; }
   at("verdict").textContent = "";
@@ -105,16 +89,23 @@ at("anew").addEventListener("click", () => {
 
 async function measure() { // the document's length in the model's own tokens
   const text = at("document").value, said = at("size");
+  said.className = "note";
   if (!text) { said.textContent = ""; return; }
-  try {
-    const answer = await fetch("/tokenize", { method: "POST", headers: headers(), body: JSON.stringify({ prompt: text }) });
-    if (!answer.ok) throw new Error();
-    const found = await answer.json();
-    if (text === at("document").value) said.textContent = `${whole(found.count)} tokens, and the model reads ${whole(found.max_model_len)}`;
-  } catch { said.textContent = `${whole(text.length)} characters`; }
+  const found = await tokensOf(text);
+  if (text === at("document").value) said.textContent = found === null ? `${whole(text.length)} characters`
+    : `${whole(found.count)} tokens, and the model reads ${whole(found.most)}`;
 }
 
-const take = async (file) => { if (file) { at("document").value = await file.text(); await measure(); } };
+const take = async (file) => {
+  if (!file) return;
+  try {
+    at("document").value = await textOf(file);
+    await measure();
+  } catch (error) {
+    at("size").textContent = error.message;
+    at("size").className = "note bad";
+  }
+};
 at("file").addEventListener("change", () => take(at("file").files[0]));
 at("document").addEventListener("change", measure);
 at("document").addEventListener("dragover", (event) => { event.preventDefault(); at("document").classList.add("over"); });
