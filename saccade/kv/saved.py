@@ -14,7 +14,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.format import VERSION, KVFormat
 from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
-from saccade.kv.summaries import KINDS, PARTS, kept_dtype
+from saccade.kv.summaries import KINDS, kept_dtype, parts_of
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ def check_summaries(
         if not named or int(layer) >= layers or int(size) < 1:
             raise SaccadeError(f"stored summaries are called {shown(name, 80)}")
         shape = list(made.shape if by_layer else made.shape[1:])
-        right = made.dim() == (4 if by_layer else 5) and shape[1:] == [PARTS[kind], format.kv_heads, format.head_dim]
+        wanted = [parts_of(kind, int(size), format.head_dim), format.kv_heads, format.head_dim]
+        right = made.dim() == (4 if by_layer else 5) and shape[1:] == wanted
         if not right or shape[0] > tokens // int(size) or (not by_layer and made.shape[0] != layers):
             raise SaccadeError(f"stored summaries {name} of {tokens} tokens have the shape {list(made.shape)}")
         if made.dtype != kept_dtype(kind, format.dtype):

@@ -62,9 +62,9 @@ class HFRunner:
         self._embedding = decoder.embed_tokens
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
+        self.turns: list[KeyTurn] | None = None
         if self.keeping is not None and fused_modules.serves(self.device):
             fused_modules.fuse(model)
-        self.turns: list[KeyTurn] | None = None
 
     def turn_keys(self, on: bool = True) -> None:
         """Have attention given queries and keys in another basis (models.key_turns), or no longer. Keys that are stored

@@ -154,6 +154,8 @@ def usable(policy: Policy) -> Policy:
         why = None
         if isinstance(method, Verified):
             why = "drafts tokens and verifies them, which is the engine's loop"
+        elif method.deferred:
+            why = "is settled by an engine, which times what pays"
         elif method.looks_ahead or method.looks_at_inputs:
             why = "looks at what layers take in, which transformers does not hand to attention"
         if why is not None:

@@ -83,8 +83,8 @@ def storm(
             kv_memory="8MiB",
             prefill_chunk=64,
             threads=1,
-            enable_prefix_caching=False,
             kv_dtype=kv_dtype,
+            enable_prefix_caching=False,
         )
         policies = [one for one in policies if _runs(quiet, one)]
         asks, talks = questions(quiet, policies * each, seed)

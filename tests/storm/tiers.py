@@ -87,8 +87,8 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dt
             kv_memory="16MiB",
             prefill_chunk=64,
             threads=1,
-            enable_prefix_caching=False,
             kv_dtype=kv_dtype,
+            enable_prefix_caching=False,
         ) as quiet:
             asks, talks = questions(quiet, policies * each, seed)
         for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
