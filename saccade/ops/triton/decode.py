@@ -182,7 +182,9 @@ def attend_decode(
         torch.empty(batch, programs, splits, per, head_dim, dtype=torch.float32, device=q.device) if many else lse
     )
     part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
-    # Keys that lie side by side, whatever the list says: one look-up serves them.
+    # Keys that lie side by side, whatever the list says: one look-up serves them. Of plain rows, which take longer to
+    # come, looking each up costs nothing.
+    coded = format_of(pages.k, q.dtype) is FP8
     run = min(keys, pages.k.shape[2], keys if lists is None else lists.size)
     none = pages.lengths  # unused pointers must still be pointers
     starts = None if lists is None or lists.starts is None else lists.starts.contiguous()
@@ -222,7 +224,7 @@ def attend_decode(
         SPACED=starts is None,
         COUNTED=counts is not None,
         KEYS=keys,
-        RUN=run if keys <= 2 * run else 1,
+        RUN=run if coded and keys <= 2 * run else 1,
         MANY=many,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
