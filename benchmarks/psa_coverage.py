@@ -25,9 +25,9 @@ from saccade.engine.messages import AddRequest
 from saccade.engine.observe import AttentionCall, observing
 from saccade.engine.params import SamplingParams
 from saccade.eval.facts import make_facts, plant
-from saccade.eval.prose import generate
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
+from saccade.prose import generate
 
 STEPS, FACTS = 96, 8
 OFF_STEP = 0.05

@@ -278,14 +278,12 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         own |= {"HALF": head_dim // 2, "PARTS": parts, "CAPPED": head_dim == 64}
         found.append((batched_labels._estimate, {**ranking, **own}, {"num_warps": 4 if head_dim < 256 else 8}))
     found.append((batched_labels._label, {**decoding, "COUNT": 16, "HALF": 8, "BITS": 4}, {"num_warps": 1}))
-    guessing = {"UNITS": 8, "HEADS": 32, "SPAN": 1024, "EARLY": True}
+    guessing = {"UNITS": 8, "HEADS": 32, "EARLY": True}
+    shared = {"EACH": 4, "PARTS": 256, "SIZE": 32, "FIRST": 2, "LAST": 1, "SPAN": batched_guesses.SPAN}
+    held = {"MICROBATCH": 4, "SPAN": batched_guesses.HELD}
     found += [
-        (
-            batched_guesses._share,
-            {**guessing, "EACH": 4, "MEMBERS": 4, "SIZE": 32, "FIRST": 2, "LAST": 1},
-            {"num_warps": 8},
-        ),
-        (batched_guesses._in_order, {**guessing, "MICROBATCH": 4}, {"num_warps": 4}),
+        (batched_guesses._share, {**guessing, **shared}, {"num_warps": 4}),
+        (batched_guesses._in_order, {**guessing, **held}, {"num_warps": batched_guesses.HELD // 256}),
     ]
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "TABLE": 4096, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
     words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}

@@ -168,10 +168,13 @@ OTHERS = {
         **dict.fromkeys(("epsilon", "margin"), "fp32"), **dict.fromkeys(("published", "arrived"), "*i64"),
     },
     batched_labels._estimate: {
-        **dict.fromkeys(("tables", "lengths", "denses"), "*i32"), "estimates": "*fp32", "scale": "fp32",
+        **dict.fromkeys(("tables", "lengths", "denses"), "*i32"), "estimates": "*fp32", "sums": "*fp32",
+        "scale": "fp32",
     },
     batched_labels._label: dict.fromkeys(("tables", "lengths"), "*i32"),
-    batched_guesses._share: {**dict.fromkeys(("lengths", "denses"), "*i32"), "estimates": "*fp32"},
+    batched_guesses._share: {
+        **dict.fromkeys(("lengths", "denses"), "*i32"), **dict.fromkeys(("estimates", "sums"), "*fp32"),
+    },
     batched_guesses._in_order: {
         **dict.fromkeys(("order", "counts"), "*i32"), **dict.fromkeys(("estimates", "ordered", "left"), "*fp32"),
     },

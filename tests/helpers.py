@@ -306,12 +306,11 @@ MATRIX = (
         units={unit: {"budget": 192, "unit": unit} for unit in ("q_head", "kv_head")},
     ),
     MethodCase(
-        "auto",
-        ({"least": 100, "method": "lfps"}, {"least": 1, "method": "lfps"}),
-        {"least": 100_000},
-        budget=lambda m: {"least": m + 1},
-        boundary=(100,),
-        reweights=True,
+        "locks",
+        ({"budget": 64}, {"budget": 160, "block_size": 32, "sinks": 2, "combine": "max"}),
+        {"budget": 100_000},
+        budget=lambda m: {"budget": m},
+        boundary=(16, 32, 64, 128, 160, 320),
     ),
     MethodCase(
         "topp",

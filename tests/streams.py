@@ -126,7 +126,7 @@ class Stream:
         query = self._at(layer, q, Query, self.kv.view(layer).upto(length), step=length - PROMPT - 1, states=states)
         state = states[layer]
         selection = self.method.select_decode(query, state)
-        ran = run(Call.of(q, query.kv, selection, want_weights=self.method.acting(state).wants_weights))
+        ran = run(Call.of(q, query.kv, selection, want_weights=self.method.wants_weights))
         self.method.observe(query, ran.used, ran.weights, state)
         return ran
 

@@ -83,7 +83,9 @@ def test_which_policies_a_server_is_made_ready_for():
     dense = Policy.parse("dense")
     assert to_warm(["auto"], dense, []) == [dense]
     assert to_warm(["auto"], dense, ["psa(*)", "lfps", "dense"]) == [dense, Policy.parse("lfps")]
-    assert to_warm(["psa", "auto()"], dense, ["lfps"]) == [Policy.parse("psa"), Policy.parse("auto")]
+    safe = Policy.parse("sampled_rows+psa")  # what the policy auto may become
+    assert to_warm(["psa", "auto()"], dense, ["lfps"]) == [Policy.parse("psa"), dense, safe]
+    assert to_warm(["auto"], Policy.parse("auto"), []) == [dense, safe]
     assert to_warm(["none"], dense, ["lfps"]) == []
     with pytest.raises(PolicyError, match="goes with no other"):
         to_warm(["none", "psa"], dense, [])

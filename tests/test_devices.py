@@ -105,7 +105,7 @@ def decoded(method: Method, q: torch.Tensor, view: KVView, steps: int) -> list[t
         row = q[:, start + step : start + step + 1]
         query = Query.of(row, view.upto(start + step + 1), step=step, states=[state])
         selection = method.select_decode(query, state)
-        done = run(Call.of(row, query.kv, selection, want_weights=method.acting(state).wants_weights))
+        done = run(Call.of(row, query.kv, selection, want_weights=method.wants_weights))
         method.observe(query, done.used, done.weights, state)
         out += [done.out, done.used.unit_pairs()]
     return out

@@ -17,7 +17,7 @@ from saccade.engine.attention import StepFailedError, Watch
 from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
-from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds
+from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds, rounded_up
 from saccade.engine.layer_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.engine.step import StepInput
@@ -166,6 +166,22 @@ def test_kinds_that_come_and_go_push_no_recording_out():
     assert kinds.stats.kinds == MOST_GRAPHS + MOST_NEW
     assert kinds.of(keys[-1], ()) is kinds.of(keys[-1], ())
     assert keys[0] not in kinds._kinds
+
+
+def test_few_lengths_occur():
+    """Powers of two, and eighths of them where keys are many: never an eighth too long there."""
+    lengths, found = [1, 1024, 1025, 40_000, 65_536, 65_537, 98_304, 131_072, 131_073, 250_000], []
+    for length in lengths:
+        found.append(rounded_up(length))
+        assert found[-1] >= length
+        assert rounded_up(found[-1]) == found[-1]
+        assert length <= 65_536 or found[-1] <= 1.125 * length
+    assert found == [1024, 1024, 2048, 65_536, 65_536, 73_728, 98_304, 131_072, 147_456, 262_144]
+    keys, every = 1024, []
+    while keys <= 1 << 20:
+        every.append(keys)
+        keys = rounded_up(keys + 1)
+    assert len(every) == 7 + 4 * 8
 
 
 def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner):

@@ -9,8 +9,9 @@ import re
 import pytest
 from test_eval_ruler import Templated, count_tokens
 
+from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval import prose, runner
+from saccade.eval import runner
 from saccade.eval.lengths import Lengths, fit
 from saccade.eval.metrics import METRICS
 from saccade.eval.natural import TASKS, make

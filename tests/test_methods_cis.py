@@ -15,7 +15,6 @@ from tiny_models import random_ids
 from saccade import LLM, SamplingParams
 from saccade.errors import PolicyError, SaccadeError
 from saccade.eval.facts import is_correct, make_facts, plant
-from saccade.eval.prose import generate
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
@@ -25,6 +24,7 @@ from saccade.methods.policy import Policy
 from saccade.methods.prehoc import PSAW
 from saccade.methods.state import check, load, save
 from saccade.ops import Call, cpu, run
+from saccade.prose import generate
 from saccade.selection import Dense, cut
 
 PATTERN = Planted(sink=2.0, columns=(31, 90), slashes=(5,), blocks=(3,), strength=4.0)

@@ -86,6 +86,25 @@ def test_labels_that_grow_are_those_made_at_once(backend, bits, monkeypatch):
         torch.testing.assert_close(grown.scores(q), whole.scores(q)[:, :length], **same)
 
 
+@pytest.mark.parametrize("bits", [3, 8])
+def test_kernels_are_told_of_labels_in_lines_of_sixteen_bytes(bits):
+    """Wherever they lay before, as views of larger tensors, and they are the same."""
+    q, _, view, picked = problem(70, 9)
+    made, moved = Labels(picked, bits), Labels(picked, bits)
+    for labels in (made, moved):
+        labels.extend(view)
+    for name in ("_codes", "_range"):
+        part = getattr(moved, name)
+        room = torch.zeros(part.numel() + 3, dtype=part.dtype)
+        room[1:-2] = part.flatten()
+        setattr(moved, name, room[1:-2].view(part.shape))
+        assert getattr(moved, name).data_ptr() % 16 != 0
+    words = moved.words()
+    assert words.codes % 16 == words.ranges % 16 == 0
+    assert (words.codes, words.ranges) == (moved._codes.data_ptr(), moved._range.data_ptr())
+    torch.testing.assert_close(moved.scores(q), made.scores(q))
+
+
 def test_ties_go_to_the_lower_key(backend):
     q, k, _, picked = problem(5, 8)
     keys = k[:, torch.arange(203) % 5]

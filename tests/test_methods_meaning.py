@@ -32,8 +32,6 @@ DECODE = [
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0, bypass=sink)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0)",
             "lfps(k=40, least=1, blocks=0, rest=none, epsilon=0.0, bypass=mean)",
-            "auto(least=1, method=psa)",
-            "auto(least=1, method=lfps)",
             "magicpig(dense_upto=0, dense_every=1)",
             "magicpig(dense_upto=0, dense_every=0, tables=40)",
             "vattention(epsilon=0)",

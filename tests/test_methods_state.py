@@ -29,7 +29,6 @@ MORE = (
     "hshare(heavy=30, sinks=4, local=8, source=prompt, rows=8, layer_share=0.5, every=3)",
     "double_sparsity(dense_upto=0, k=48, source=prompt, dense_layers=1)",
     "loopserve(budget=40, first=2, n_d=3, observed=2)",
-    "auto(least=1, method=psa)",
 )
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from saccade.eval.facts import Fact, is_correct, make_facts, plant
-from saccade.eval.prose import generate
+from saccade.prose import generate
 
 
 @pytest.mark.parametrize("chars", [0, 1, 50, 1000, 24_000, 120_000])

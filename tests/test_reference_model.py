@@ -15,11 +15,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from saccade.errors import ModelError
 from saccade.eval.facts import Fact, is_correct, make_facts, plant
-from saccade.eval.prose import generate
 from saccade.models import cached, reference
 from saccade.models.reference import cache, codes, rotary
 from saccade.models.reference.layout import LAYERS
 from saccade.models.reference.retriever import Scales
+from saccade.prose import generate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TAIL = 2048  # rows that hold the questions

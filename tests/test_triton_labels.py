@@ -15,8 +15,8 @@ from saccade.methods.labels import Labels
 from saccade.methods.psa import PSA
 from saccade.ops import Call, run
 from saccade.ops.progressive import attend_ranking
-from saccade.ops.triton import progressive
-from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_guesses
+from saccade.ops.triton import batched_guesses, progressive
+from saccade.ops.triton.batched_guesses import Estimates, Guesses, largest_shares, ordered_guesses
 from saccade.ops.triton.batched_labels import estimate_labelled, label_keys
 from saccade.ops.triton.batched_reading import rank_rows
 from saccade.ops.triton.common import kept_zeros
@@ -57,7 +57,10 @@ def test_labels_and_estimates_are_the_hosts(heads, kv_heads, dim, size, bits, dt
             stop = length // size - 1
             want = host.block_weights(rows.query(row, 0.11, softcap).q[:, 0], size, 0.11, softcap, 2, stop)
             assert want.shape[1] > 0
-            torch.testing.assert_close(got[row, :, 2:stop], want, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(got.blocks[row, :, 2:stop], want, atol=2e-5, rtol=2e-5)
+            tops, weights = got.sums[row].unbind(2)
+            total = torch.logsumexp(tops + weights.log(), 1)
+            torch.testing.assert_close(total, torch.logsumexp(want, 1), atol=2e-5, rtol=2e-5)
 
 
 def test_keys_alike_and_keys_far_out_have_the_hosts_labels():
@@ -185,8 +188,9 @@ def test_any_number_of_readers_and_what_the_last_step_needed_give_the_same(reade
         torch.testing.assert_close((got.out, got.coverage), (wanted.out, wanted.coverage))
 
 
-def test_guesses_in_order_and_what_is_left_of_them():
+def test_guesses_in_order_and_what_is_left_of_them(monkeypatch):
     """Spans of more than one turn, ranges beyond float32's, and rows of which nothing is ranked."""
+    monkeypatch.setattr(batched_guesses, "HELD", 1024)
     blocks, counts = 1500, [1400, 1025, 3, 0]
     rng = generator(3)
     estimates = 60 * torch.randn(2, 4, blocks, generator=rng)
@@ -206,11 +210,19 @@ def test_guesses_in_order_and_what_is_left_of_them():
     torch.testing.assert_close(whole.left[0, :, 5], torch.logsumexp(estimates[0, :, 20:], 1) / 0.6931471805599453)
 
 
-def test_shares_are_the_largest_of_any_head():
+@pytest.mark.parametrize("span", [16, 512])
+def test_shares_are_the_largest_of_any_head(span, monkeypatch):
     method = PSA(block_size=16, microbatch=1, **KEYS)
     rows = LabelledRows(method, [16 * 40, 79, 16 * 33 + 2], [200, 70, 300], 4, 2, 16)
     estimates = 20 * torch.randn(3, 4, 40, generator=generator(1))
-    got = largest_shares(estimates, rows.pages, rows.choice, rows.dense_upto)
+    sums = torch.empty(3, 4, 3, 2)
+    for row, stop in ((0, 39), (1, 2), (2, 32)):  # blocks 2 to 8, and 9 to the end; a program that guessed nothing
+        for part, own in enumerate((estimates[row, :, 2:9], estimates[row, :, 9:stop])):
+            top = own.amax(1) if own.numel() else torch.full((4,), -torch.inf)
+            sums[row, :, part] = torch.stack([top, (own - top[:, None]).exp().sum(1)], 1)
+        sums[row, :, 2] = torch.tensor([-torch.inf, 0.0])
+    monkeypatch.setattr(batched_guesses, "SPAN", span)
+    got = largest_shares(Estimates(estimates, sums), rows.pages, rows.choice, rows.dense_upto)
     assert bool((got[1] == -torch.inf).all())
     for row, stop in ((0, 39), (2, 32)):
         shares = torch.log_softmax(estimates[row, :, 2:stop], 1).view(2, 2, -1).amax(1)

@@ -48,6 +48,7 @@ from saccade.ops.group_rounding import BITS, rounded_matrix
 from saccade.ops.matrices import Matrix
 from saccade.ops.planes import packed
 from saccade.ops.triton import common
+from saccade.selection.forms import LABELS
 
 CHUNK = 16384
 STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
@@ -358,7 +359,12 @@ class Bench:
         vector = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.layers
         plan = Policy.parse(policy).decode.device_plan(self.spec)
         blocks = None if plan is None else plan.blocks
-        summaries = 0 if blocks is None else tokens // blocks.size * VECTORS[blocks.summary] * vector
+        summaries = 0.0
+        if blocks is not None and blocks.summary == LABELS:  # codes of all channels, and a key's range
+            each = self.spec.head_dim * blocks.bits / 8 + 8
+            summaries = tokens * each * self.spec.kv_heads * self.spec.layers
+        elif blocks is not None:
+            summaries = tokens // blocks.size * VECTORS[blocks.summary] * vector
         return 1e-6 * (self.step_bytes + 2 * tokens * density * vector + summaries) / self.limits["copy_gbps"]
 
     @contextmanager

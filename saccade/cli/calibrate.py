@@ -93,7 +93,7 @@ def _prompt(llm: LLM, text: str | None, tokens: int, looks_up: bool = False) -> 
     """The text's first ``tokens``, or so many of generated prose; with ``looks_up`` facts of it are said again in its
     last quarter, so that rows there look far back."""
     from saccade.eval.drift.passage import made_passage
-    from saccade.eval.prose import generate
+    from saccade.prose import generate
 
     most = min(tokens, llm.max_model_len - 1)
     if text is None and looks_up and most >= 2048:

@@ -64,6 +64,9 @@ def chat(
         at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         conversation = Conversation(llm, chosen, params, _note, session, older, ahead=at_terminal)
         if prompt_file is not None:
+            if conversation.policy.deferred and not llm.engine.automatic.is_timed:
+                _note("timing what pays on this machine, this once; --policy dense does without")
+                llm.engine.automatic.offer()  # nothing runs yet
             conversation.load(prompt_file, part)
         read = terminal_reader(list(conversation.commands), conversation.reading) if at_terminal else _read_line
         if at_terminal:

@@ -33,8 +33,8 @@ class Conversation:
     """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was.
 
     With ``name`` it goes on from what the model's ``session_dir`` holds under it, and is saved there behind every
-    answer; ``policy`` None is then the saved one's, else dense. ``older``: a file of an earlier version to go on from.
-    ``ahead``: documents are read while the user types.
+    answer; ``policy`` None is then the saved one's, else ``auto``. ``older``: a file of an earlier version to go on
+    from. ``ahead``: documents are read while the user types.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Conversation:
             self.session = self.llm.restore(older, policy)
             self.session.name = self.name
         else:
-            chosen = "dense" if policy is None and not self._is_stored() else policy
+            chosen = "auto" if policy is None and not self._is_stored() else policy
             self.session = self.llm.session(chosen, name=self.name)
 
     def command(self, line: str) -> bool:

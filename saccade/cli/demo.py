@@ -155,7 +155,7 @@ def _text_questions(
 ) -> tuple[list[Ask], str, str]:
     """Sentences planted in any text, each to be completed."""
     from saccade.eval.facts import is_correct, make_facts, plant
-    from saccade.eval.prose import generate
+    from saccade.prose import generate
 
     planted = make_facts(count, seed)
     document = plant(source if source is not None else generate(characters, seed), planted, seed)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
 
 LENGTHS = "88,2048"
-TOKENS = 8  # decoded at each length
+TOKENS = 16  # decoded at each length: fewer leave auto dense
 
 
 @takes_engine()

@@ -12,7 +12,21 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, explain, fetch, generate, given, info, inspect, methods, serve
+from saccade.cli import (
+    calibrate,
+    chat,
+    demo,
+    doctor,
+    explain,
+    fetch,
+    generate,
+    given,
+    info,
+    inspect,
+    methods,
+    serve,
+    tune,
+)
 from saccade.cli import eval as evaluation
 from saccade.cli import sessions as kept_sessions
 from saccade.cli.options import HELP_NAMES
@@ -36,6 +50,7 @@ app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate")(calibrate.calibrate)
+app.command("tune")(tune.tune)
 app.command("methods")(methods.methods)
 app.command("explain")(explain.explain)
 app.add_typer(evaluation.app, name="eval")

@@ -30,7 +30,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; several are aliases.")
     ] = None,
-    policy: Annotated[str, POLICY] = "dense",
+    policy: Annotated[str, POLICY] = "auto",
     allow_policy: Annotated[
         list[str] | None,
         typer.Option(help="What requests may choose: a policy, or psa(*) for any options. Several; all by default."),

@@ -12,6 +12,7 @@ from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
+from saccade.engine.automatic import Automatic
 from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
 from saccade.engine.compile_waits import CompileWaits
@@ -103,6 +104,7 @@ class Engine:
         )
         self.masks = Masks(config.grammar_seconds)
         self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size)
+        self.automatic = Automatic(self)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.prefixes)
         self.compile_waits = CompileWaits(self.scheduler, on_gpu)
@@ -186,8 +188,15 @@ class Engine:
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
-        self.checks.policy(policy)
         self.checks.request(params, map_order)
+        asked = policy
+        if policy.deferred and shares is not None:
+            policy, became = shares.policy, shares.report.became
+        else:
+            steps = None if params.max_tokens is None else params.max_tokens + decoded
+            sizes = kept + len(prompt), len(prompt)
+            policy, became = self.automatic.settled(policy, *sizes, steps, session=sequence is not None)
+        self.checks.policy(policy)
         policy, located = self.checks.located(certified(policy, params))
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint, self.masks)
@@ -205,7 +214,10 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        request.report.asked, request.report.became = asked.text, became
         request.report.places = self.model.spec.places
+        if became is not None:
+            request.report.note(became)
         if located is not None:
             request.report.note(located)
         if map_order is not None:

@@ -21,7 +21,7 @@ from saccade.engine.attention import StepFailedError, StepShortError, Watch
 from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
-from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds, rounded_up
 from saccade.engine.device_prepare import MOST, Prepared, Preparing
 from saccade.engine.device_replays import DenseReplays
 from saccade.engine.device_rooms import EACH, RowRooms
@@ -202,7 +202,7 @@ class DeviceBackend(DeviceServing):
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
         tapped = not absent and each == times == 1 and not self.watch.audited.isdisjoint(step.request_ids)
-        key = Key(sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped)
+        key = Key(sizes, rounded_up(max(step.seq_lens) + times - 1), absent, tapped)
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
         forms = self._plans.forms
@@ -226,7 +226,7 @@ class DeviceBackend(DeviceServing):
             memory.states  # noqa: B018  (back on the host, as they were before these rows)
             placed += [PlacedRow(piece, memory, plan, result) for piece in prefill.pieces(one)]
         form, learns = self._plans.forms.index(plan.form), any(map(prefill.learns, step.scheduled))
-        longest = pad(max(step.seq_lens), SHORTEST)
+        longest = rounded_up(max(step.seq_lens))
         key = Key(((form, pad(len(placed), 1)),), longest, tapped=learns, prefill=True)
         if self.covers and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from saccade.engine.device_attention import Group
 from saccade.engine.device_tap import Tap
+from saccade.ops.triton.common import pad
 
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
+FINE = 1 << 16  # keys, above which lengths are rounded by less than to a power of two
 MOST_GRAPHS = 64  # kept while they are used; the least recently used goes first
 MOST_NEW = 16  # kinds kept that have no graph: those that come and go push no graphs out
 COVERED = 4  # steps of a key that another one's recording serves, before it has one of its own
@@ -22,6 +24,14 @@ MOST_TIMES = 4  # as many groups, and as long rows, as such a recording has at m
 MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
+
+
+def rounded_up(keys: int) -> int:
+    """The ``longest`` of the key of steps whose longest row has ``keys`` keys: the next power of two, above FINE the
+    next eighth of one. Grids, and what is searched, are as long; a row just above a power of two would have twice what
+    it needs."""
+    most = pad(keys, SHORTEST)
+    return most if most <= FINE else -(-keys // (most // 16)) * (most // 16)
 
 
 class Key(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from saccade.engine.device_attention import Group
-from saccade.engine.device_graphs import SHORTEST, Key, StepKind, StepKinds
+from saccade.engine.device_graphs import SHORTEST, Key, StepKind, StepKinds, rounded_up
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_prefill import MOST_PIECES
 from saccade.engine.device_rooms import EACH, RowRooms
@@ -79,7 +79,7 @@ class Preparing:
                 for rows in sizes if form is not None else ():
                     assert form is not None
                     yield Key(((plans.forms.index(form.form), rows),), keys, prefill=form is pieces)
-            keys *= 2
+            keys = rounded_up(keys + 1)
 
     @torch.inference_mode()
     def _record(self, key: Key) -> bool:

@@ -161,7 +161,7 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         if gone is not None and not (rows.decodes and isinstance(state, Evicting)):
             rows.result.note("an earlier turn evicted keys: they stay unread")
             selection = without(selection, gone)
-    wants = rows.decodes and not slides and method.acting(state).wants_weights
+    wants = rows.decodes and not slides and method.wants_weights
     return Chosen(rows, chunk, selection, slides, wants)
 
 

@@ -19,6 +19,8 @@ LEFT_OUT: dict[str, Any] = {
     "quantize": None,
     "kv_host": None,
     "kv_disk": None,
+    "kv_dtype": "auto",
+    "kv_rotate": None,
     "max_token_gap": None,
     "audit": 0,
     "audit_steps": 0,
@@ -49,8 +51,8 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_policy(ranks: int, policy: Policy) -> None:
-    """PolicyError for what a process cannot choose for its heads alone."""
-    if ranks > 1 and (reason := why_not(policy)) is not None:
+    """PolicyError for what a process cannot choose for its heads alone; what is settled later is checked then."""
+    if ranks > 1 and not policy.deferred and (reason := why_not(policy)) is not None:
         raise PolicyError(
             f"policy={shown(policy.text)} does not go with tensor_parallel_size={ranks}: {reason}; "
             "give another method, or tensor_parallel_size=1"

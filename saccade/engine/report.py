@@ -46,6 +46,8 @@ class Report:
         self.policy = policy
         self.prefill = PhaseStats([LayerStats() for _ in range(layers)])
         self.decode = PhaseStats([LayerStats() for _ in range(layers)])
+        self.asked = policy.text  # which may have been a name for what it became
+        self.became: str | None = None  # why, then
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.kept_tokens = 0  # of the prompt, for later requests that begin alike
@@ -163,6 +165,7 @@ class Report:
             )
         return {
             "policy": self.policy.text,
+            "policy_asked": self.asked,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "cached_bytes": self.cached_tokens * self.token_bytes,

@@ -129,6 +129,8 @@ def read_spans(data: Mapping[str, Any]) -> list[Span]:
             policy = Policy.parse(text)
         except SaccadeError as error:
             raise MalformedSession(f"{where} has no policy of this build: {error}") from None
+        if policy.deferred:  # of a version whose `auto` chose behind the prefill: what it chose is not known
+            policy = Policy()
         spans.append(Span(start, end, phase, policy, length, cut))
         stop = end
     require(stop >= data["reached"], f"its spans end at token {stop}, before the {data['reached']} that were reached")

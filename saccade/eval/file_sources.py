@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from saccade import prose
 from saccade.errors import RequestError
 from saccade.eval import infinitebench as infinitebench_files
 from saccade.eval import longbench as longbench_files
-from saccade.eval import prose
 from saccade.eval.haystack import file_of, read_text
 from saccade.eval.multiturn import SETS, VERSION, build, generate, render
 from saccade.eval.multiturn.segments import words

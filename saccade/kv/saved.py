@@ -14,7 +14,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.format import VERSION, KVFormat
 from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
-from saccade.kv.summaries import KINDS, PARTS, kept_dtype
+from saccade.kv.summaries import KINDS, kept_dtype, parts_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class SavedKV:
     def check(self, format: KVFormat, layers: int) -> None:
         """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
         differ."""
-        written = {name: self.metadata[name] for name in ("k_rows", "v_rows") if name in self.metadata}
-        for name, own in (dict.fromkeys(written, AUTO.name) | described(format, layers)).items():
+        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False}
+        written = {name: value for name, value in plain.items() if name in self.metadata}
+        for name, own in (written | described(format, layers)).items():
             if self.metadata.get(name) != own:
                 raise SaccadeError(f"saved KV has {name}={self.metadata.get(name)!r}, but this storage has {own!r}")
 
@@ -44,6 +45,7 @@ def described(format: KVFormat, layers: int) -> dict[str, Any]:
         "head_dim": format.head_dim,
         "dtype": str(format.dtype).removeprefix("torch."),
         **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
+        **({"turned": True} if format.turned else {}),
     }
 
 
@@ -127,7 +129,8 @@ def check_summaries(
         if not named or int(layer) >= layers or int(size) < 1:
             raise SaccadeError(f"stored summaries are called {shown(name, 80)}")
         shape = list(made.shape if by_layer else made.shape[1:])
-        right = made.dim() == (4 if by_layer else 5) and shape[1:] == [PARTS[kind], format.kv_heads, format.head_dim]
+        wanted = [parts_of(kind, int(size), format.head_dim), format.kv_heads, format.head_dim]
+        right = made.dim() == (4 if by_layer else 5) and shape[1:] == wanted
         if not right or shape[0] > tokens // int(size) or (not by_layer and made.shape[0] != layers):
             raise SaccadeError(f"stored summaries {name} of {tokens} tokens have the shape {list(made.shape)}")
         if made.dtype != kept_dtype(kind, format.dtype):

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.storage import KVStorage
-from saccade.kv.summaries import PARTS, kept_dtype
+from saccade.kv.summaries import kept_dtype, parts_of
 from saccade.kv.view import KVView
 
 View = Callable[[int], KVView]
@@ -51,7 +51,10 @@ class SequenceSummaries:
         if storage is None or fill is None or len({one.filled for one in kept}) > 1:
             return [self.of(view, layer, kind, block_size).buffer for layer in range(self._layers)]
         before, layout = kept[0].buffer, storage.format
-        shape, dtype = (0, PARTS[kind], layout.kv_heads, layout.head_dim), kept_dtype(kind, layout.dtype)
+        shape, dtype = (
+            (0, parts_of(kind, block_size, layout.head_dim), layout.kv_heads, layout.head_dim),
+            kept_dtype(kind, layout.dtype),
+        )
         for one in kept:
             one.reserve(full, torch.empty(shape, dtype=dtype, device="cpu"))
         buffers = [one.buffer for one in kept]

@@ -3,11 +3,11 @@
 ``cuboid`` is ArkVale's cuboid-mean, PSA's metadata: with c = (max + min) / 2 and u = mean_i |c - k_i| per channel,
 parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the
 mean key, ``stored_mean`` the same in the keys' dtype; ``moments`` are the mean and the variance of every channel.
-``mean_value`` is the mean of the block's values.
+``mean_value`` is the mean of the block's values. ``low_rank`` is LOCKS's record of bytes (kv.low_rank).
 
-All but ``mean`` and ``mean_value`` are kept in the keys' own dtype: every decode step reads them all, so half the bytes
-is half the time. Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its digests in
-the model's dtype.
+The others but ``mean`` and ``mean_value`` are kept in the keys' own dtype: every decode step reads them all, so half
+the bytes is half the time. Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its
+digests in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,25 +18,35 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.low_rank import packed, record_rows
 
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
 
 PARTS = {"cuboid": 2, "minmax": 2, "mean": 1, "stored_mean": 1, "moments": 2, "mean_value": 1}
-KINDS = tuple(PARTS)
+KINDS = (*PARTS, "low_rank")
 FLOAT = ("mean", "mean_value")  # kept in fp32
 TILE_KEYS = 2048  # keys summarized at once: what is made of them stays in a cache
 
 
+def parts_of(kind: str, block_size: int, head_dim: int) -> int:
+    """Rows of a block's summary."""
+    return record_rows(block_size, head_dim) if kind == "low_rank" else PARTS[kind]
+
+
 def kept_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """What summaries of keys of ``dtype`` are kept in."""
+    if kind == "low_rank":
+        return torch.uint8
     return torch.float32 if kind in FLOAT else dtype
 
 
 def summarize(keys: Tensor, kind: str) -> Tensor:
     """Summarize ``keys`` (for ``mean_value``: values) [..., block, head_dim] over the block axis: fp32 [parts, ...,
-    head_dim]."""
+    head_dim], ``low_rank`` uint8."""
     keys = keys.float()
+    if kind == "low_rank":
+        return packed(keys)
     if kind in ("mean", "stored_mean", "mean_value"):
         return keys.mean(-2)[None]
     if kind == "moments":
@@ -53,8 +63,8 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
 
 
 def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
-    """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], fp32 for
-    ``FLOAT`` kinds, else of the keys' dtype."""
+    """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], in
+    :func:`kept_dtype`."""
     if (made := view.summarized(kind, block_size, first, last)) is not None:
         return made
     rows = view.values if kind == "mean_value" else view.keys

@@ -1,221 +1,159 @@
-"""auto: dense as long as sparse decode cannot pay, then the method that this machine runs fastest.
+"""auto: the policy that a request gets once its length is known.
 
-Whether it pays is measured, not assumed: each candidate and dense attention decode a step over synthetic keys of the
-model's shape at two lengths, selection, attention and observation together, once per process and shape (a second or
-two for a model of 32 heads of 128). A line through the two times says what a step costs at any length. Within a process
-the choice hangs on the length of the context alone, so batches, chunks and recomputations make no difference to it; on
-another day or machine it may fall otherwise, which is why the report names it and the numbers it was made from.
+Whether reading less pays hangs on the length, the model and the machine; what may be left out hangs on the model. Both
+are measured: once a model and machine, dense and what is offered run over a text at two lengths, and ``saccade tune``
+finds what the user's checkpoint allows. An engine asks for that when it takes a request (:func:`settled`), so the
+policy of a request is fixed from then on: batches, chunks and recomputations make no difference to it.
 """
 
 from __future__ import annotations
 
-import math
-import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from saccade.kv.view import KVView
+from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
-from saccade.methods.device_state import Opening
-from saccade.methods.fitting import Fitting, Sizes
-from saccade.methods.lfps import LFPS
-from saccade.methods.options import require_choice, require_number, require_whole
-from saccade.methods.psa import PSA
-from saccade.methods.state import MethodState
-from saccade.ops import Call, run
-from saccade.selection import Selection, Shape
+from saccade.methods.options import require_whole
+from saccade.selection import Selection
+from saccade.selection.forms import MOST
 
-CANDIDATES: dict[str, Method] = {"dense": DenseMethod(), "psa": PSA(), "lfps": LFPS(unit="kv_head")}
-LENGTHS = (4096, 16384)
-REPEATS = 3
-HOT_SHARE = 50  # one in so many blocks of the synthetic keys is heavy
+if TYPE_CHECKING:
+    from saccade.methods.policy import Policy
 
-Line = tuple[float, float]  # seconds of a step and layer: at length 0, and per key
-
-
-@dataclass
-class Chosen(MethodState):
-    """The candidate ``name`` was chosen at ``length`` tokens; ``state`` is its own."""
-
-    name: str
-    state: MethodState | None
-    length: int
-
-    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
-        """See MethodState."""
-        fitting.require(self.name in CANDIDATES, f"has name={self.name!r:.60}, which is no candidate")
-        fitting.within("length", self.length, 0, sizes.length)
-
-    @property
-    def method(self) -> Method:
-        return CANDIDATES[self.name]
-
-    def holds(self, length: int) -> bool:
-        return length >= self.length and (self.state is None or self.state.holds(length))
-
-    def learnt(self) -> int | None:
-        return None if self.state is None else self.state.learnt()
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        if self.state is not None:
-            self.state.truncate(length)
+# Chosen on SmolLM2 and Qwen2.5-Coder, held on Gemma 3: KL, agreement and answers as dense's (docs/choosing.md).
+SAFE = "sampled_rows+psa"
+LEAST = 1024  # tokens below which nothing is left out, and nothing is timed
+SHORT_ANSWER = 16  # tokens; what a decode method learns of a context first is not made up for by fewer
 
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Of dense, ``psa`` and ``lfps(unit=kv_head)`` the one whose step is predicted fastest for the length of the
-    context when its prefill ends; a sparse one only if dense takes ``gain`` times as long. It stays for the turn.
+    """Dense where reading less does not pay at this length, for this model, on this machine; else what
+    ``saccade tune`` found for the model, or without that a safe preset. It is decided for a phase each, when a request
+    comes, and its report says what it became and why.
 
-    ``least`` sets the length from which decode is sparse, ``method`` the sparse method, without measuring either.
+    ``least``: the length from which the policy is used, in place of what was timed. ``method``: the policy to use, in
+    place of what was tuned: ``auto(method="sampled_rows+psa")``.
     """
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "measured costs"
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
-    joins_heads: ClassVar[str | None] = "it measures its costs, which each process would by itself"
-    host_only: ClassVar[str | None] = "it turns from one method to another between two steps"
-    tail_rows: ClassVar[int] = max(method.tail_rows for method in CANDIDATES.values())
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    deferred: ClassVar[bool] = True
 
-    gain: float = 1.1
     least: int | None = None
     method: str | None = None
 
-    @property
-    def stands_in(self) -> bool:
-        return any(one.stands_in for name, one in CANDIDATES.items() if self.method in (None, name))
-
-    @property
-    def extra_memory(self) -> str | None:
-        taking = [one for name, one in CANDIDATES.items() if self.method in (None, name) and one.extra_memory]
-        return "; ".join(f"where auto chooses {one.name}, {one.extra_memory}" for one in taking) or None
-
     def __post_init__(self) -> None:
-        require_number("gain", self.gain, 1.0, 1000.0)
         if self.least is not None:
             require_whole("least", self.least, 1)
-        require_choice("method", self.method, (None, *(name for name in CANDIDATES if name != "dense")))
+        if self.method is not None:
+            self._given()
 
-    def begin(self, segment: Chunk) -> Chosen:
-        name, why = self._choose(segment)
-        segment.cost.notes.append(
-            f"decode: auto chose '{CANDIDATES[name].text}' at {segment.shape.k_len} tokens: {why}"
-        )
-        method = CANDIDATES[name]
-        rows = min(max(1, method.tail_rows), segment.shape.q_len)
-        whole = segment.shape
-        shape = Shape.suffix(whole.heads, whole.kv_heads, rows, whole.k_len, whole.device)
-        begun = method.begin(replace(segment, q=segment.q[:, -rows:], shape=shape))
-        return Chosen(name, begun, whole.k_len)
+    def offered(self, phase: str, offer: Offer) -> tuple[Method, int | None]:
+        """What the phase may run by, and the length from which that pays, None for never."""
+        policy = offer.policy if self.method is None else self._given()
+        upto = self.least if self.least is not None else getattr(offer, f"{phase}_from")
+        method: Method = getattr(policy, phase)
+        return method, upto
 
-    def acting(self, state: Any) -> Method:
-        return state.method
-
-    def whole_upto(self, opening: Opening) -> int:
-        states = opening.states
-        if any(state is None or state.name != states[0].name for state in states) or states[0].method.recalled:
-            return 0
-        return states[0].method.whole_upto(replace(opening, states=[state.state for state in states]))
+    def select_prefill(self, chunk: Chunk) -> Selection:
+        raise self._unsettled()
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        return state.method.select_decode(query, state.state)
+        raise self._unsettled()
 
-    def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
-        state.method.observe(query, selection, weights, state.state)
+    def _unsettled(self) -> PolicyError:
+        return PolicyError(f"'{self.text}' is settled where an engine takes a request; name the method to run here")
 
-    def _choose(self, segment: Chunk) -> tuple[str, str]:
-        """A candidate's name, and the reason in words."""
-        length = segment.shape.k_len
-        if self.least is not None and length < self.least:
-            return "dense", f"shorter than least={self.least}"
-        if self.least is not None and self.method is not None:
-            return self.method, f"least={self.least} and method={self.method} were given"
-        lines = measured_lines(
-            segment.shape.heads,
-            segment.shape.kv_heads,
-            segment.q.shape[-1],
-            segment.q.dtype,
-            segment.q.device,
-            torch.get_num_threads(),
-        )
-        times = {name: predicted(line, length, name != "dense") for name, line in lines.items()}
-        said = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in times.items())
-        return self.fastest(times), f"measured here, a step and layer takes an estimated {said} ms"
+    def _given(self) -> Policy:
+        from saccade.methods.policy import Policy
 
-    def fastest(self, times: dict[str, float]) -> str:
-        """The candidate to run, from the predicted seconds of each."""
-        allowed = [name for name in times if name != "dense" and self.method in (None, name)]
-        best = min(allowed, key=lambda name: times[name])
-        return best if self.least is not None or times["dense"] >= self.gain * times[best] else "dense"
+        given = Policy.parse(self.method)
+        if given.deferred:
+            raise PolicyError(f"method={self.method!r} must be a policy that reads something, not auto itself")
+        if given.window is not None or given.freeze is not None:
+            raise PolicyError(
+                f"method={self.method!r} has a window or a freeze; join them to auto instead, as in auto+psaw"
+            )
+        return given
 
 
-@lru_cache(maxsize=32)
-def measured_lines(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, threads: int
-) -> dict[str, Line]:
-    """For each candidate the line through its best times at two lengths. Raises nothing of its own."""
-    times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    for length in LENGTHS:
-        q, view = _synthetic(heads, kv_heads, head_dim, length, dtype, device)
-        for name, method in CANDIDATES.items():
-            times[name].append(min(_step_seconds(method, q, view) for _ in range(REPEATS)))
-    return {name: line(*seconds) for name, seconds in times.items()}
+@dataclass(frozen=True)
+class Offer:
+    """What ``auto`` may become for one model on one machine. ``prefill_from``, ``decode_from``: tokens of a context
+    from which leaving out pays; None for never. ``said``: where both come from, for reports."""
+
+    policy: Policy
+    prefill_from: int | None
+    decode_from: int | None
+    said: str
 
 
-def line(short: float, long: float) -> Line:
-    """(start, slope) through the times at both lengths; flat where the longer one took no longer."""
-    slope = max(0.0, (long - short) / (LENGTHS[1] - LENGTHS[0]))
-    return max(short, long) - slope * LENGTHS[1] if slope else max(short, long), slope
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a request when it comes: tokens of its whole context, those of them that are ``new``, the most
+    tokens of its ``answer`` and others that run as decode steps (None: as many as fit), and the length from which a
+    sparse prefill may be chosen where prefixes are shared: it is shared by whole chunks alone."""
+
+    length: int
+    new: int
+    answer: int | None = None
+    shared_from: int = 0
 
 
-def predicted(line: Line, length: int, chooses: bool) -> float:
-    """Seconds of a step at ``length``. A line that falls below 0 knows nothing of what choosing costs however short the
-    context: a step that ``chooses`` then takes no less than at the shortest length measured."""
-    start, slope = line
-    at = max(length, LENGTHS[0]) if chooses and start < 0 else length
-    return max(0.0, start + slope * at)
+def settled(policy: Policy, asked: Asked, offer: Callable[[], Offer]) -> tuple[Policy, str | None]:
+    """``policy`` with methods in the place of ``auto``, and a sentence on that; itself and None where it names none.
+    ``offer`` is asked for nothing where the request is too short anyway."""
+    phases = {phase: part for phase in ("prefill", "decode") if isinstance(part := getattr(policy, phase), Auto)}
+    if not phases:
+        return policy, None
+    least = min(LEAST if part.least is None else part.least for part in phases.values())
+    if asked.length < least:
+        chosen = _with(policy, dict.fromkeys(phases, DenseMethod()))
+        return chosen, f"auto became '{chosen.text}' at {asked.length:,} tokens: shorter than {least:,}"
+    known: Offer | None = None
+    whys: list[str] = []
+    found: dict[str, Method] = {}
+    for phase, part in phases.items():
+        if known is None and (part.least is None or part.method is None):
+            known = offer()
+        method, first = part.offered(phase, known or Offer(policy, None, None, ""))
+        held = None if part.least is not None else _held_back(phase, asked)
+        if not method.is_dense and first is not None and asked.length >= first and held is None:
+            found[phase] = method
+            continue
+        found[phase] = DenseMethod()
+        if not method.is_dense:
+            pays = "never pays here" if first is None else f"pays from {first:,} tokens on"
+            whys.append(held if held is not None else f"'{method.text}' {pays}")
+    chosen = _with(policy, found)
+    said = "given in the policy" if known is None else known.said
+    return chosen, f"auto became '{chosen.text}' at {asked.length:,} tokens: {'; '.join([*whys, said])}"
 
 
-def _synthetic(
-    heads: int, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, KVView]:
-    """Queries [heads, rows, head_dim] of the last rows and keys whose weight lies on a sink and a few blocks, as a
-    trained model's does: a method that stops early may do so."""
-    rng = torch.Generator().manual_seed(0)
+def ends(policy: Policy) -> list[Policy]:
+    """What a policy may become, as far as that is known without a model: itself, or dense and what a safe preset or its
+    own ``method`` makes of it."""
+    from saccade.methods.policy import Policy
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=rng, device="cpu")  # the same draws wherever they go
-
-    liked = torch.nn.functional.normalize(normal(kv_heads, 1, head_dim), dim=-1)
-    unit = math.sqrt(8 * math.sqrt(head_dim))  # q and k each carry the root of a logit of 8
-    k = 0.5 * normal(kv_heads, length, head_dim)
-    k[:, :1] += liked * unit
-    hot = torch.randperm(length // 32, generator=rng, device="cpu")[: max(1, length // 32 // HOT_SHARE)]
-    k.view(kv_heads, length // 32, 32, head_dim)[:, hot] += liked[:, None] * unit
-    q = (0.5 * normal(heads, Auto.tail_rows + 1, head_dim)).unflatten(0, (kv_heads, -1))
-    q = (q + liked[:, None] * unit).flatten(0, 1)
-    v = normal(kv_heads, length, head_dim)
-    return q.to(dtype).to(device), KVView.from_tensors(k.to(dtype).to(device), v.to(dtype).to(device))
+    offer = Offer(Policy.parse(SAFE), 1, 1, "")
+    return list(dict.fromkeys(settled(policy, Asked(length, length), lambda: offer)[0] for length in (0, MOST)))
 
 
-def _step_seconds(method: Method, q: Tensor, view: KVView) -> float:
-    """Wall seconds of one decode step at the end of ``view``, the state begun before it."""
-    state = method.begin(Chunk.of(q[:, :-1], view.upto(view.length - 1)))
-    query = Query.of(q[:, -1:], view)
-    _wait(q)
-    began = time.perf_counter()
-    selection = method.select_decode(query, state)
-    done = run(Call.of(query.q, view, selection, want_weights=method.wants_weights))
-    method.observe(query, done.used, done.weights, state)
-    _wait(q)
-    return time.perf_counter() - began
+def _with(policy: Policy, methods: Mapping[str, Method]) -> Policy:
+    prefill, decode = (methods.get(phase, getattr(policy, phase)) for phase in ("prefill", "decode"))
+    return replace(policy, prefill=prefill, decode=decode)
 
 
-def _wait(q: Tensor) -> None:
-    if q.is_cuda:
-        torch.cuda.synchronize(q.device)
+def _held_back(phase: str, asked: Asked) -> str | None:
+    """Why a phase stays dense at any length, for this request."""
+    if phase == "decode" and asked.answer is not None and asked.answer < SHORT_ANSWER:
+        return f"an answer of {asked.answer} tokens is too short for a decode method to pay"
+    if phase == "prefill" and asked.new < min(LEAST, asked.length):
+        return f"{asked.new:,} new tokens are too few for a prefill method to pay"
+    if phase == "prefill" and asked.length < asked.shared_from:
+        return f"where prefixes are shared, prefill methods are chosen from {asked.shared_from:,} tokens on"
+    return None

@@ -51,6 +51,7 @@ class Cost:
     )
     notes: list[str] = field(default_factory=list)  # sentences for the request's report
     certified: dict[str, int] = field(default_factory=dict)  # query heads whose error has a bound, by what gave it
+    rounding: float | None = None  # at most what rounded keys and values add to that error
 
     def certify(self, **heads: int) -> None:
         """Count query heads whose output's error is certified: by ``bounds``, a ``sample``, or being ``exact``."""
@@ -141,6 +142,7 @@ class Method(PolicyPart):
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
     recalled: ClassVar[int] = 0  # last queries of decode rows that `recall` wants to see
+    deferred: ClassVar[bool] = False  # whether it stands for a method that is named when a request comes
     begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
@@ -188,10 +190,6 @@ class Method(PolicyPart):
         """The option that alone decides how many of ``keys`` keys a row reads, with its value: a least number that is
         above what the method's other options ask for. None where these count."""
         return None
-
-    def acting(self, state: Any) -> Method:
-        """The method that decodes with ``state``: itself, unless it chooses among others."""
-        return self
 
     def reads_all(self, start: int, stop: int) -> bool:
         """Whether it is known before they are there that the rows ``start .. stop - 1`` of a prefill read everything up
@@ -314,4 +312,6 @@ class FreezeMethod(PolicyPart):
 def _literal(value: Any) -> str:
     if isinstance(value, PolicyPart):
         return value.text
+    if isinstance(value, str) and not value.isidentifier():
+        return repr(value)
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -63,7 +63,7 @@ class Lossless(Verified):
         draft: Any = self.draft
         wanted = "a sparse method of decode, as in lossless(draft=psa(epsilon=0.3))"
         require(isinstance(draft, Method), "draft", draft, wanted)
-        require("decode" in draft.phases, "draft", draft.text, wanted)
+        require("decode" in draft.phases and not draft.deferred, "draft", draft.text, wanted)
         require(not draft.means_dense, "draft", draft.text, wanted)
         require_whole("tokens", self.tokens, 0, MOST)
         require_whole("lookup", self.lookup, 0, 64)
@@ -108,7 +108,7 @@ class Lossless(Verified):
                 chosen = cut(chosen, query.window)
             if query.gone is not None and not isinstance(state.draft, Evicting):
                 chosen = without(chosen, query.gone)
-            if not draft.acting(state.draft).wants_weights:
+            if not draft.wants_weights:
                 draft.observe(own, chosen, None, state.draft)
                 return
             ran = run(Call(query.q, query.kv, chosen, query.scale, query.softcap, want_weights=True))

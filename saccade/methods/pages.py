@@ -46,14 +46,10 @@ def top_pages(query: Query, choice: Choice) -> Selection:
     shape, size, first, last = query.shape, choice.size, choice.first, choice.last
     if shape.k_len <= choice.dense_upto:
         return Dense(shape)
-    pages, device = -(-shape.k_len // size), query.q.device
-    ends = (
-        torch.arange(first, dtype=torch.int32, device=device),
-        torch.arange(pages - last, pages, dtype=torch.int32, device=device),
-    )
-    forced = torch.cat(ends).expand(choice.units, -1)
+    pages = -(-shape.k_len // size)
+    before, behind = ends_of(query, choice)
     if not choice.take:
-        return _blocks(query, size, forced)
+        return blocks_of(query, size, torch.cat([before, behind], 1))
     tail = None
     if last == 0 and shape.k_len % size:
         tail = summarize(query.kv.keys(shape.k_len // size * size), choice.source.summary)  # [parts, G, d]
@@ -61,10 +57,18 @@ def top_pages(query: Query, choice: Choice) -> Selection:
     summary = query.kv.summary(choice.source.summary, size)
     codes = query.kv.codes(choice.source.summary, size)
     best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail, codes)
-    return _blocks(query, size, torch.cat([forced[:, :first], best, forced[:, first:]], 1))
+    return blocks_of(query, size, torch.cat([before, best, behind], 1))
 
 
-def _blocks(query: Query, size: int, pages: Tensor) -> Blocks:
+def ends_of(query: Query, choice: Choice) -> tuple[Tensor, Tensor]:
+    """The first and the last pages that are read anyway: int32 [units, count] each."""
+    pages, device = -(-query.shape.k_len // choice.size), query.q.device
+    first = torch.arange(choice.first, dtype=torch.int32, device=device)
+    last = torch.arange(pages - choice.last, pages, dtype=torch.int32, device=device)
+    return first.expand(choice.units, -1), last.expand(choice.units, -1)
+
+
+def blocks_of(query: Query, size: int, pages: Tensor) -> Blocks:
     """``pages`` int32 [units, m], rising."""
     units, count = pages.shape
     return Blocks(query.shape, size, torch.arange(units + 1, device=pages.device) * count, pages.flatten())

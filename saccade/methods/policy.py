@@ -80,6 +80,11 @@ class Policy:
         return not self.prefill.is_dense or self.freeze is not None or self.decode.watches
 
     @property
+    def deferred(self) -> bool:
+        """Whether it stands, in some phase, for methods that are named when a request comes (methods.auto)."""
+        return self.prefill.deferred or self.decode.deferred
+
+    @property
     def text(self) -> str:
         """Canonical text; ``Policy.parse(p.text) == p``."""
         methods, joined = self._methods_text()

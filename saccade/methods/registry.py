@@ -16,6 +16,7 @@ from saccade.methods.hshare import HShare
 from saccade.methods.infinigen import InfiniGen
 from saccade.methods.infllm import InfLLM
 from saccade.methods.lfps import LFPS
+from saccade.methods.locks import Locks
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.lossless import Lossless
 from saccade.methods.magicpig import MagicPIG
@@ -41,7 +42,6 @@ METHODS: dict[str, type[Method]] = {
         AShape,
         ArkVale,
         CIS,
-        Auto,
         DenseMethod,
         DoubleSparsity,
         FlashPrefill,
@@ -51,6 +51,7 @@ METHODS: dict[str, type[Method]] = {
         InfLLM,
         InfiniGen,
         LFPS,
+        Locks,
         LoopServe,
         MagicPIG,
         MInference,
@@ -73,5 +74,5 @@ METHODS: dict[str, type[Method]] = {
 # What joins a method in a policy: windows and freezes.
 MODIFIERS: dict[str, type[PolicyPart]] = {part.name: part for part in (ETF, PSAW)}
 
-# What has a decode method for an option, and does more with it than decode by it.
-AROUND: dict[str, type[Method]] = {method.name: method for method in (Lossless,)}
+# What runs by other methods: one that verifies what another drafts, and the name for what is settled later.
+AROUND: dict[str, type[Method]] = {method.name: method for method in (Auto, Lossless)}

@@ -210,6 +210,7 @@ def main(descriptor: int) -> None:
             ahead.collect()
         llm = LLM(config=config)
         warming.warm(llm, policies, ahead)
+        warming.settle(llm)
         gc.collect()
         gc.freeze()  # it stays until the process ends: no later collection need walk over all of it
         if start["kv_events"] is not None:

@@ -27,7 +27,7 @@ from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, look_after
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import logger
 from saccade.server.named_sessions import NamedSessions
-from saccade.server.warming import warm
+from saccade.server.warming import settle, warm
 
 T = TypeVar("T")
 
@@ -164,6 +164,7 @@ class LocalEngine:
         policies: Sequence[Policy] = (),
     ) -> None:
         warm(llm, policies)
+        settle(llm)
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -69,6 +70,9 @@ _BYTES = {
     "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
     "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
 }
+
+
+_parsed = lru_cache(256)(Policy.parse)
 
 
 class Metrics:
@@ -138,6 +142,8 @@ class Metrics:
     def ended(self, outcome: RequestOutcome, policy: Policy) -> None:
         """A sample has ended."""
         report, times = outcome.report, outcome.metrics
+        if policy.deferred and report.get("policy"):  # counted by what it became
+            policy = _parsed(report["policy"])
         reason = {"cancelled": "abort"}.get(outcome.finish_reason, outcome.finish_reason)
         self.success.labels(self._model, reason).inc()
         self.prompt_tokens.inc(report["prompt_tokens"])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saccade.errors import PolicyError, shown
+from saccade.methods.auto import ends
 from saccade.methods.policy import KNOWN, PHASES, Policy
 
 _ANY = "(*)"
@@ -43,11 +44,12 @@ class PolicyRules:
 
 def to_warm(asked: Sequence[str], default: Policy, allowed: Sequence[str]) -> list[Policy]:
     """The policies that a server makes itself ready for: those ``asked`` for by name; for ``auto`` its ``default`` and
-    those that are ``allowed`` with their options; for ``none`` none. PolicyError for what is none of these."""
+    those that are ``allowed`` with their options; for ``none`` none. A policy that is settled later counts as what it
+    may become. PolicyError for what is none of these."""
     if NOTHING in asked:
         if len(asked) > 1:
             raise PolicyError(f"--warm {NOTHING} goes with no other; leave it out, or the others")
         return []
     named = [text for text in allowed if not text.strip().endswith(_ANY)] if OWN in asked else []
     texts = [*([default.text] if OWN in asked else []), *named, *(text for text in asked if text != OWN)]
-    return list(dict.fromkeys(Policy.parse(text) for text in texts))
+    return list(dict.fromkeys(one for text in texts for one in ends(Policy.parse(text))))

@@ -37,7 +37,8 @@ def thought_tokens(tokenizer: Tokenizer, thoughts: str, answer: int) -> int:
 
 
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
-    """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
+    """``policy``: what ran, where one ran for all samples; ``policy_asked``: the name that it was asked for by.
+    ``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
     ``coverage_estimated``: the share of the weight that stopping rules estimated as read, null where none ran. Each by
     phase, null for one that did not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what
     audits found, ``bounds``: what PrHS's certificates said; null without any.
@@ -63,9 +64,13 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
     bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
     sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
-    certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
+    policies = {report["policy"] for report in reports}
+    certified = (
+        {name: (max if name == "rounding" else sum)(one[name] for one in sure) for name in sure[0]} if sure else None
+    )
     return {
-        "policy": policy,
+        "policy": policies.pop() if len(policies) == 1 else policy,
+        "policy_asked": policy,
         **phases,
         "certified": certified,
         "audit": audited(audits) if audits else None,

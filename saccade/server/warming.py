@@ -108,6 +108,12 @@ def begin(config: EngineConfig, policies: Sequence[Policy], descriptors: Sequenc
     return KernelsAhead(config, policies, descriptors)
 
 
+def settle(llm: LLM) -> None:
+    """Find what a default policy that is settled later may become, before a request has to wait for it."""
+    if llm.policy.deferred:
+        logger.info("auto", extra={"fields": {"offer": llm.engine.automatic.offer().said}})
+
+
 def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None) -> None:
     """Before the first request: record steps under ``policies`` and run a few prompts, on a GPU; what ``ahead`` has
     compiled is there by then. What was done is logged. A policy that fails is left to whoever asks for it."""

@@ -78,6 +78,7 @@ FORMS = (
     "infinigen(dense_upto=0, alpha=1.0, query=own, dense_layers=0)",
     "magicpig(dense_upto=0, bits=4, tables=20, local=8)",
     "auto(least=100, method=psa)",
+    "auto(least=100, method='lfps(unit=kv_head)')",
     "psa(epsilon=0.7, block_size=16, microbatch=1)",
     "psa(epsilon=0.7, block_size=16, microbatch=1, bits=8, unit=layer, stop=mean)",
 )

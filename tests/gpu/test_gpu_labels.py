@@ -46,7 +46,7 @@ def test_labels_and_estimates_are_the_hosts(heads, kv_heads, dim, size, bits, dt
     lengths = [5003, 0, 4096, method.dense_upto, method.dense_upto + 1, 2048 + size - 1, 0, 3 * 1024]
     prompts = [5002, 0, 3000, 50, 30, 63, 0, 64]
     rows = LabelledRows(method, lengths, prompts, heads, kv_heads, dim, dtype, "cuda")
-    got = estimate_labelled(rows.q, rows.pages, rows.words, rows.choice, rows.dense_upto, dim**-0.5, softcap)
+    got = estimate_labelled(rows.q, rows.pages, rows.words, rows.choice, rows.dense_upto, dim**-0.5, softcap).blocks
     for row, length in enumerate(lengths):
         if not length:
             continue

@@ -23,7 +23,7 @@ KINDS = {
 # Registered, and not on the board.
 EXCLUDED = {
     "dense": "what every row is compared with",
-    "auto": "turns into other methods by times of the machine, so its keys cannot be set",
+    "auto": "becomes other policies by times of the machine, so its keys cannot be set",
 }
 
 
@@ -140,6 +140,7 @@ ENTRIES = (
     _decode("loopserve", "loopserve(budget={value}, first=1, n_d=4)", _keys(16)),
     _decode("quest", "quest(budget={value}, dense_layers=0)", _keys(32, 16), 2.0),
     _decode("twilight", "twilight(p={value}, base=0.5, dense_layers=0)", THRESHOLD, None),
+    _decode("locks", "locks(budget={value})", _keys(32, 16), 3.5),
     _decode("arkvale", "arkvale(budget={value})", _keys(160, 32), 2.0),
     _decode("snapkv", "snapkv(capacity={value}, window=32)", _keys(40)),
     _decode("rocketkv", "rocketkv(budget={value})", _keys(8, 2)),

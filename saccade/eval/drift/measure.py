@@ -103,6 +103,7 @@ def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) ->
             "reads": 1.0 if dense else (counts["keys_attended"] + counts["keys_scored"] / 2) / causal,
             "kept": None if measured is None else measured.as_dict(),
             "search_ratio": counts["search_ratio"],
+            "seconds": counts["seconds"],
         }
         if phase == "decode" and counts["coverage_estimated"] is not None:
             found["coverage_estimated"] = said = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval import prose
 from saccade.eval.facts import make_facts, plant
 
 FACTS = 8  # in the text that is made where none is given
@@ -49,7 +49,7 @@ def passage_of(text: str, encode: Encode, length: int, steps: int, name: str = "
 
 
 def made_passage(encode: Encode, length: int, steps: int, seed: int) -> Passage:
-    """A text that needs no file: generated prose (``eval.prose``) with planted facts (``eval.facts``), after which
+    """A text that needs no file: generated prose (``saccade.prose``) with planted facts (``eval.facts``), after which
     other prose goes on in which each fact is said again: what is forced takes looking things up. The context may be a
     few tokens shorter than ``length - steps``, as it ends with a sentence."""
     check_lengths(length, steps)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from saccade.eval import prose
+from saccade import prose
 from saccade.eval.ruler.needles import split_sentences
 from saccade.eval.ruler.words import ADJECTIVES, GIVEN_NAMES, NOUNS
 from saccade.eval.suite.rng import Rng

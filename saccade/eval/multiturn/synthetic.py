@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval import prose
 from saccade.eval.facts import Fact, make_facts, plant
 from saccade.eval.haystack import PROSE, file_of, read_text
 from saccade.eval.multiturn.questions import Asked, questions_of

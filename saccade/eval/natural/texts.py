@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval import prose
 from saccade.eval.haystack import PROSE, file_of, read_text
 
 _CLOSING = ".!?\"'”’)"

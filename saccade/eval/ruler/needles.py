@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from saccade.eval import prose
+from saccade import prose
 from saccade.eval.haystack import split_sentences
 from saccade.eval.ruler.drafts import REPEATED, Draft, Plan, halves, place
 from saccade.eval.ruler.words import ADJECTIVES, NOUNS

@@ -20,6 +20,7 @@ from saccade.ops.scores import top_places
 WHOLE_BITS = 16  # labels are then stored as they are
 PACKED_BITS = 4  # up to which two channels share a byte
 TILE = 16  # keys whose codes lie together, channel by channel
+ALIGNED = 16  # bytes, to a multiple of which kernels take codes and ranges to lie
 STEP_KEYS = 8192  # keys labelled at once
 
 
@@ -258,9 +259,13 @@ class Labels(MethodState):
             setattr(self, name, grown)
 
     def _in_order(self) -> None:
-        """Have what kernels read by address lie as they take it for granted."""
+        """Have what kernels read by address lie as they take it for granted: codes and ranges in lines of 16 bytes."""
         self.channels = self.channels.contiguous()
         self.frame = None if self.frame is None else self.frame.contiguous()
+        for name in ("_codes", "_range"):
+            part = getattr(self, name)
+            if part.data_ptr() % ALIGNED or not part.is_contiguous():
+                setattr(self, name, part.clone(memory_format=torch.contiguous_format))
 
     def _serves(self, of: Tensor) -> str | None:
         """Why the kernels cannot work on ``of``, the keys or the codes; None where they can."""

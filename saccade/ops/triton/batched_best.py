@@ -26,7 +26,7 @@ SPAN = 2048  # entries that a program takes in one go
 SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
 LARGE = 1 << 15  # entries
 RESIDENT = 4  # programs of eight warps that share a processor, two of sixteen
-NEAR = 64  # parts: lists of up to so many are searched by a sample (best_near.py)
+NEAR = 72  # parts: lists of up to so many are searched by a sample (best_near.py); more would put too many aside
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
 # The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
 # memory one by one.

@@ -15,6 +15,9 @@ from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.stop_rule import power
 from saccade.selection.readings import Choice
 
+SPAN = 512  # blocks whose shares a program finds
+HELD = 4096  # blocks that a program has in its hands at a time
+
 
 class Guesses(NamedTuple):
     """``blocks`` float32 [rows, heads, m]: base-2 log of what each block of the order of a head's unit is guessed to
@@ -32,18 +35,25 @@ class Guesses(NamedTuple):
         return cls(blocks[None], torch.nn.functional.pad(rest.float(), (0, 1), value=-torch.inf)[None])
 
 
-def largest_shares(estimates: Tensor, pages: Pages, choice: Choice, dense_upto: Tensor) -> Tensor:
-    """``estimates`` float32 [rows, heads, n], natural logs -> float32 [rows, units, n]: the log of the largest share
-    that a head of the unit is guessed to give each block, -inf where a block is not to be ranked, as in all of a row
-    of up to ``dense_upto`` keys (int32 [rows])."""
-    rows, heads, blocks = estimates.shape
-    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=estimates.device)
-    each = heads // choice.units
-    members = triton.next_power_of_2(each)
-    _share[(choice.units, rows)](
-        estimates, pages.lengths, dense_upto, scores, blocks, UNITS=choice.units, EACH=each, MEMBERS=members,
-        SIZE=choice.size, FIRST=choice.first, LAST=choice.last, SPAN=max(128, 4096 // members), num_warps=8,
-        **launched(estimates.device),
+class Estimates(NamedTuple):
+    """``blocks`` float32 [rows, heads, n]: natural log of what each block that is ranked is guessed to weigh. ``sums``
+    float32 [rows, heads, parts, 2]: of the guesses of each program that made some, the greatest, and the sum of all
+    over that (0 where it made none)."""
+
+    blocks: Tensor
+    sums: Tensor
+
+
+def largest_shares(estimates: Estimates, pages: Pages, choice: Choice, dense_upto: Tensor) -> Tensor:
+    """float32 [rows, units, n]: the log of the largest share that a head of the unit is guessed to give each block,
+    -inf where a block is not to be ranked, as in all of a row of up to ``dense_upto`` keys (int32 [rows])."""
+    rows, heads, blocks = estimates.blocks.shape
+    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=estimates.blocks.device)
+    each, parts = heads // choice.units, estimates.sums.shape[2]
+    _share[(triton.cdiv(blocks, SPAN), choice.units, rows)](
+        *estimates, pages.lengths, dense_upto, scores, blocks, parts, UNITS=choice.units, EACH=each,
+        PARTS=triton.next_power_of_2(parts), SIZE=choice.size, FIRST=choice.first, LAST=choice.last, SPAN=SPAN,
+        num_warps=4, **launched(scores.device),
     )  # fmt: skip
     return scores
 
@@ -56,45 +66,67 @@ def ordered_guesses(estimates: Tensor, order: Tensor, counts: Tensor, microbatch
     ordered = torch.empty(rows, heads, blocks, dtype=torch.float32, device=device)
     left = torch.empty(rows, heads, parts, dtype=torch.float32, device=device)
     units = order.shape[0] // rows
+    span = max(256, min(HELD, triton.next_power_of_2(blocks)))
     _in_order[(heads, rows)](
         estimates, order, counts, ordered, left, blocks, order.stride(0), parts, UNITS=units, HEADS=heads,
-        MICROBATCH=microbatch, SPAN=1024, num_warps=4, **launched(device),
+        MICROBATCH=microbatch, SPAN=span, num_warps=span // 256, **launched(device),
     )  # fmt: skip
     return Guesses(ordered, left)
 
 
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "denses", "estimates", "scores"])
+@triton.jit
+def put_sums(sums, parts, part, head, real, top, weight):
+    """Write down what the guesses of program ``part`` of ``parts`` come to, of each ``head`` that is ``real``."""
+    place = sums + (head * parts + part) * 2
+    tl.store(place, top, mask=real)
+    tl.store(place + 1, weight, mask=real)
+
+
+@triton.jit
+def add_guesses(top, weight, guess):
+    """``top`` and ``weight`` [n], as :class:`Estimates` has them, with those of ``guess`` [n, m], -inf for none."""
+    higher = tl.maximum(top, tl.max(guess, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, weight * tl.exp(top - anchor) + tl.sum(tl.exp(guess - anchor[:, None]), 1)
+
+
+@triton.jit(
+    do_not_specialize=["blocks", "parts"],
+    do_not_specialize_on_alignment=["lengths", "denses", "estimates", "sums", "scores"],
+)
 def _share(
-    estimates, lengths, denses, scores, blocks,
-    UNITS: tl.constexpr, EACH: tl.constexpr, MEMBERS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
+    estimates, sums, lengths, denses, scores, blocks, parts,
+    UNITS: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    unit, row = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     stop = tl.where(length > tl.load(denses + row), length // SIZE - LAST, 0)
-    at, member = tl.arange(0, SPAN), tl.arange(0, MEMBERS)
-    real = (member < EACH)[:, None]
-    lines = estimates + ((row * UNITS + unit) * EACH + member).to(tl.int64)[:, None] * blocks
-    top = tl.full([MEMBERS, SPAN], float("-inf"), tl.float32)
-    weight = tl.zeros([MEMBERS, SPAN], tl.float32)
-    for start in tl.range(FIRST, stop, SPAN):
-        block = start + at
-        guess = tl.load(lines + block[None, :], mask=real & (block < stop)[None, :], other=float("-inf"))
-        higher = tl.maximum(top, guess)
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = weight * tl.exp(top - anchor) + tl.exp(guess - anchor)
-        top = higher
-    peak = tl.max(top, 1)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.sum(weight * tl.exp(top - peak[:, None]), 1)
-    log = peak + tl.log(tl.where(total > 0.0, total, 1.0))
-    out = scores + (row * UNITS + unit).to(tl.int64) * blocks
-    for start in tl.range(0, blocks, SPAN):
-        block = start + at
-        inside = (block >= FIRST) & (block < stop)
-        guess = tl.load(lines + block[None, :], mask=real & inside[None, :], other=float("-inf"))
-        tl.store(out + block, tl.max(guess - log[:, None], 0), mask=block < blocks)
+    block = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    inside = (block >= FIRST) & (block < stop)
+    part = tl.arange(0, PARTS)
+    known = (part < parts) & (tl.zeros([PARTS], tl.int32) + stop > tl.program_id(0) * SPAN)
+    most = tl.full([SPAN], float("-inf"), tl.float32)
+    for member in tl.static_range(EACH):
+        head = ((row * UNITS + unit) * EACH + member).to(tl.int64)
+        own = sums + (head * parts + part) * 2
+        guess = tl.load(estimates + head * blocks + block, mask=inside, other=float("-inf"))
+        tops, weights = tl.load(own, mask=known, other=float("-inf")), tl.load(own + 1, mask=known, other=0.0)
+        top = tl.max(tops, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(weights * tl.exp(tops - top), 0)
+        most = tl.maximum(most, guess - (top + tl.log(tl.where(total > 0.0, total, 1.0))))
+    tl.store(scores + (row * UNITS + unit).to(tl.int64) * blocks + block, most, mask=block < blocks)
+
+
+@triton.jit
+def _log2(x):
+    """float32 of float64's range: the exponent, and the logarithm of the rest."""
+    bits = x.to(tl.int64, bitcast=True)
+    rest = ((bits & 4503599627370495) | 4607182418800017408).to(tl.float64, bitcast=True)
+    log = ((bits >> 52) - 1023).to(tl.float32) + tl.log2(rest.to(tl.float32))
+    return tl.where(x > 0.0, log, tl.where(x == 0.0, float("-inf"), float("nan")))
 
 
 @triton.jit(
@@ -130,6 +162,6 @@ def _in_order(
         weight = power(tl.load(ordered + place, mask=place < ranked, other=float("-inf")) - top)
         behind = tl.cumsum(weight, 0, reverse=True) + rest
         rest += tl.sum(weight, 0)
-        log = top + tl.log2(behind).to(tl.float32)
+        log = top + _log2(behind)
         tl.store(left + place // MICROBATCH, log, mask=(place < ranked) & (place % MICROBATCH == 0))
     tl.store(left + tl.cdiv(ranked, MICROBATCH), float("-inf"))

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.row_words import KeyWords
+from saccade.ops.triton.batched_guesses import Estimates, add_guesses, put_sums
 from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, processors
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.readers import load_keys
@@ -38,11 +39,11 @@ def estimate_labelled(
     dense_upto: Tensor,
     scale: float,
     softcap: float | None,
-) -> Tensor:
+) -> Estimates:
     """Label the last key of each row by all its channels, and guess by the labels of the keys before what the blocks
-    that ``choice`` ranks weigh: ``q`` [rows, heads, head_dim] -> float32 [rows, heads, n], natural log (estimates.py,
-    Labels.block_weights). ``n`` is what ``pages.longest`` keys make. What it says of other blocks, and of rows of up to
-    ``dense_upto`` keys (int32 [rows]), means nothing."""
+    that ``choice`` ranks weigh, for ``q`` [rows, heads, head_dim] (estimates.py, Labels.block_weights). As many blocks
+    as ``pages.longest`` keys make have a place. What is said of other blocks, and of rows of up to ``dense_upto`` keys
+    (int32 [rows]), means nothing."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, head_dim = q.shape
     kv_heads, blocks, device = pages.k.shape[1], -(-pages.longest // choice.size), q.device
@@ -51,14 +52,15 @@ def estimate_labelled(
     splits = max(1, min(tiles, triton.cdiv(8 * processors(device), kv_heads * rows)))
     members = triton.next_power_of_2(heads // kv_heads)
     half = pad(head_dim // 2)
+    sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=device)
     _estimate[(splits + 1, kv_heads, rows)](
-        q, pages.k, pages.tables, pages.lengths, words, dense_upto, estimates, q.stride(0), q.stride(1),
+        q, pages.k, pages.tables, pages.lengths, words, dense_upto, estimates, sums, q.stride(0), q.stride(1),
         *pages.table_strides, words.stride(0), blocks, scale, softcap or 0.0, HEADS=heads, KV_HEADS=kv_heads,
         D=head_dim, PAGE=pages.k.shape[2], HALF=half, BITS=choice.source.bits, SIZE=choice.size, FIRST=choice.first,
         LAST=choice.last, TILE=TILE, MEMBERS=members, PARTS=max(PARTS, 16 // members), CAPPED=softcap is not None,
         OPERAND=tl.bfloat16 if q.is_cuda else tl.float32, num_warps=4 if half <= 64 else 8, **launched(device),
     )  # fmt: skip
-    return estimates
+    return Estimates(estimates, sums)
 
 
 @triton.jit
@@ -135,11 +137,12 @@ def _put_label(
 @triton.jit
 def codes_at(own, kv_head, key, there, COUNT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
     """Of the labels of ``key`` [n] in at most 8 bits: the codes of the even and of the odd channels, int32 [HALF, n]
-    each, the least value and the step, float32 [n]."""
+    each, the least value and the step, float32 [n]. Codes and ranges lie in lines of 16 bytes (Labels.words sees to
+    it), so that they are copied by lines and not by bytes."""
     plane = tl.arange(0, HALF)
     even = (plane * 2 < COUNT)[:, None] & there[None, :]
     tile = kv_head * tl.load(own + W.room) + key // 16
-    codes = tl.load(own + W.codes).to(tl.pointer_type(tl.uint8)) + (key % 16)[None, :]
+    codes = tl.multiple_of(tl.load(own + W.codes).to(tl.pointer_type(tl.uint8)), 16) + (key % 16)[None, :]
     if BITS <= 4:
         PLANES: tl.constexpr = (COUNT + 1) // 2
         both = tl.load(codes + (tile[None, :] * PLANES + plane[:, None]) * 16, mask=even, other=0).to(tl.int32)
@@ -148,7 +151,7 @@ def codes_at(own, kv_head, key, there, COUNT: tl.constexpr, HALF: tl.constexpr, 
         at = codes + (tile[None, :] * COUNT + plane[:, None] * 2) * 16
         a = tl.load(at, mask=even, other=0).to(tl.int32)
         b = tl.load(at + 16, mask=(plane * 2 + 1 < COUNT)[:, None] & there[None, :], other=0).to(tl.int32)
-    extent = tl.load(own + W.ranges).to(tl.pointer_type(tl.float32)) + tile * 32 + key % 16
+    extent = tl.multiple_of(tl.load(own + W.ranges).to(tl.pointer_type(tl.float32)), 16) + tile * 32 + key % 16
     return a, b, tl.load(extent, mask=there, other=0.0), tl.load(extent + 16, mask=there, other=0.0)
 
 
@@ -182,6 +185,16 @@ def _parts(x, part, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def _operand(code, BITS: tl.constexpr, OPERAND: tl.constexpr):
+    """Codes as a product takes them, of up to 4 bits with 16 added in bfloat16: those are the upper bits of a fraction
+    below a fixed exponent, and put there in half the time that a conversion takes."""
+    if tl.bfloat16 == OPERAND and BITS <= 4:
+        return ((code << 3) | 0x4180).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return code.to(tl.float32).to(OPERAND)
+
+
+@triton.jit
 def _framed_query(
     q, own, real, place, there, channel, kv_head, KV_HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
@@ -194,11 +207,11 @@ def _framed_query(
 
 @triton.jit(
     do_not_specialize=["table_row", "table_head", "word_row", "blocks"],
-    do_not_specialize_on_alignment=["tables", "lengths", "words", "denses", "estimates"],
+    do_not_specialize_on_alignment=["tables", "lengths", "words", "denses", "estimates", "sums"],
 )
 def _estimate(
-    q_ptr, k_pool, tables, lengths, words, denses, estimates, q_row, q_head, table_row, table_head, word_row, blocks,
-    scale, softcap,
+    q_ptr, k_pool, tables, lengths, words, denses, estimates, sums, q_row, q_head, table_row, table_head, word_row,
+    blocks, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
     BITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr,
     MEMBERS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, OPERAND: tl.constexpr, EARLY: tl.constexpr,
@@ -230,13 +243,17 @@ def _estimate(
         one, _means = _framed_query(at, own, line % MEMBERS < GROUP, plane * 2, even, first, kv_head, KV_HEADS, D)
         two, _means = _framed_query(at, own, line % MEMBERS < GROUP, plane * 2 + 1, odd, second, kv_head, KV_HEADS, D)
         one, two = _parts(one, part, OPERAND), _parts(two, part, OPERAND)
-        out = estimates + (row * HEADS + kv_head * GROUP + member).to(tl.int64)[:, None] * blocks
+        head = (row * HEADS + kv_head * GROUP + member).to(tl.int64)
+        out = estimates + head[:, None] * blocks
+        most, weight = tl.full([MEMBERS], float("-inf"), tl.float32), tl.zeros([MEMBERS], tl.float32)
         for turn in tl.range(FIRST * SIZE // TILE + tl.program_id(0), tl.cdiv(stop * SIZE, TILE), splits):
             key = turn * TILE + tl.arange(0, TILE)
             a, b, low, step = codes_at(own, kv_head, key, key < stop * SIZE, D, HALF, BITS)
-            found = tl.dot(one, a.to(tl.float32).to(OPERAND), input_precision="tf32x3")
-            found = tl.dot(two, b.to(tl.float32).to(OPERAND), found, input_precision="tf32x3")
+            found = tl.dot(one, _operand(a, BITS, OPERAND), input_precision="tf32x3")
+            found = tl.dot(two, _operand(b, BITS, OPERAND), found, input_precision="tf32x3")
             found = tl.sum(tl.reshape(found, [PARTS, MEMBERS, TILE]), 0)
+            if tl.bfloat16 == OPERAND and BITS <= 4:
+                found -= 16.0 * total[:, None]
             logits = (found * step[None, :] + total[:, None] * low[None, :] + means[:, None]) * scale
             if CAPPED:
                 logits = softcap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / softcap)) + 1.0))
@@ -246,3 +263,5 @@ def _estimate(
             block = turn * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
             wanted = (block >= FIRST) & (block < stop)
             tl.store(out + block[None, :], guess, mask=real[:, None] & wanted[None, :])
+            most, weight = add_guesses(most, weight, tl.where(wanted[None, :], guess, float("-inf")))
+        put_sums(sums, splits, tl.program_id(0), head, real, most, weight)

@@ -102,7 +102,7 @@ def rank_rows(
         estimates = estimate_moments(q, pages, summaries, choice, scale, softcap)
     always, order, counts = rank_blocks(largest_shares(estimates, pages, choice, dense_upto), pages, choice, dense_upto)
     rule = choice.stops
-    guesses = ordered_guesses(estimates, order, counts, rule.microbatch) if rule.rest == "estimate" else None
+    guesses = ordered_guesses(estimates.blocks, order, counts, rule.microbatch) if rule.rest == "estimate" else None
     return Ranked(always, order, counts, guesses)
 
 

@@ -48,7 +48,7 @@ def search_near(
 
 @triton.jit
 def _least_two(order, fewest, most):
-    """``least_held`` for two numbers of scores at once, ``fewest`` below ``most``; bits alone."""
+    """``least_held`` for two numbers of at most 32,767 scores at once, ``fewest`` at most ``most``; bits alone."""
     peak = tl.max(order, 0)
     differ = peak ^ tl.min(tl.where(order > 0, order, peak), 0)
     bit = tl.full([], 2147483648, tl.uint32)
@@ -56,13 +56,40 @@ def _least_two(order, fewest, most):
         bit = bit >> 1
     upper = peak & ~(bit | (bit - tl.where(bit > 0, 1, 0).to(tl.uint32)))
     lower = upper
-    while bit != 0:
-        count = tl.sum((order >= (upper | bit)).to(tl.int32), 0)
-        other = tl.sum((order >= (lower | bit)).to(tl.int32), 0)
-        upper = tl.where(count >= fewest, upper | bit, upper)
-        lower = tl.where(other >= most, lower | bit, lower)
+    count, other = fewest - 1, most - 1
+    while (bit != 0) & ((count != fewest) | (other != most)):
+        # Both are counted by one sum: programs wait for each.
+        above, below = (order >= (upper | bit)).to(tl.int32), (order >= (lower | bit)).to(tl.int32)
+        both = tl.sum(above + (below << 16), 0)
+        above, below = both & 65535, both >> 16
+        upper, count = tl.where(above >= fewest, upper | bit, upper), tl.where(above >= fewest, above, count)
+        lower, other = tl.where(below >= most, lower | bit, lower), tl.where(below >= most, below, other)
         bit = bit >> 1
-    return lower, upper
+    none = tl.full([], 4294967295, tl.uint32)
+    lower = tl.min(tl.where((order >= lower) & (order > 0), order, none), 0)
+    return lower, tl.min(tl.where((order >= upper) & (order > 0), order, none), 0)
+
+
+@triton.jit
+def sampled_bounds(line, first, low, high, wanted, between, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
+    """Bits of two scores between which the least one taken lies, most likely; the same where it is that one. ``wanted``
+    of ``between`` entries are taken, of ``line`` from ``first`` on but those from ``low`` to ``high``."""
+    number = tl.arange(0, SAMPLE)
+    # One entry of each of as many stretches, from no place that scores in a pattern could know.
+    share = ((number * 40503) & 65535).to(tl.float32) * (1.0 / 65536)
+    place = tl.minimum(((number + share) * (between / SAMPLE)).to(tl.int32), between - 1)
+    place = first + tl.where(between <= SAMPLE, number, place)
+    place += tl.where(place >= low, high - low, 0)
+    drawn = tl.minimum(between, SAMPLE)
+    order = ordered_bits(tl.load(line + place, mask=number < drawn, other=0.0) + 0.0)
+    order = tl.where(number < drawn, order, 0)
+    part = wanted.to(tl.float32) / between
+    slack = tl.where(between <= SAMPLE, 0.0, SLACK * tl.sqrt(SAMPLE * part * (1.0 - part)) + 2.0)
+    fewest = (part * drawn - slack + 0.5).to(tl.int32)
+    most = (part * drawn + slack + 0.5).to(tl.int32)
+    lower, upper = _least_two(order, tl.maximum(fewest, 1), tl.minimum(most, drawn))
+    lower = tl.where(most > drawn, tl.zeros([], tl.uint32), lower)
+    return lower, tl.where(fewest < 1, tl.full([], 4294967295, tl.uint32), upper)
 
 
 @triton.jit(
@@ -74,7 +101,6 @@ def _sample(
     WORDS: tl.constexpr, EACH: tl.constexpr, CHOSEN: tl.constexpr, SAMPLE: tl.constexpr, SLACK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Bits of two scores between which the least one taken lies, most likely; the same where it is that one."""
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = row * tl.num_programs(0) + unit
@@ -84,23 +110,10 @@ def _sample(
     first, _last, low, high, wanted, between = bounds_at(bounds, entry, EACH)
     if (searches != 0) & (wanted > 0) & (wanted < between):
         line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-        number = tl.arange(0, SAMPLE)
-        # One entry of each of as many stretches, from no place that scores in a pattern could know.
-        share = ((number * 40503) & 65535).to(tl.float32) * (1.0 / 65536)
-        place = tl.minimum(((number + share) * (between / SAMPLE)).to(tl.int32), between - 1)
-        place = first + tl.where(between <= SAMPLE, number, place)
-        place += tl.where(place >= low, high - low, 0)
-        drawn = tl.minimum(between, SAMPLE)
-        order = ordered_bits(tl.load(line + place, mask=number < drawn, other=0.0) + 0.0)
-        order = tl.where(number < drawn, order, 0)
-        part = wanted.to(tl.float32) / between
-        slack = tl.where(between <= SAMPLE, 0.0, SLACK * tl.sqrt(SAMPLE * part * (1.0 - part)) + 2.0)
-        fewest = (part * drawn - slack + 0.5).to(tl.int32)
-        most = (part * drawn + slack + 0.5).to(tl.int32)
-        lower, upper = _least_two(order, tl.maximum(fewest, 1), tl.minimum(most, drawn))
+        lower, upper = sampled_bounds(line, first, low, high, wanted, between, SAMPLE, SLACK)
         known = words + entry.to(tl.int64) * WORDS
-        tl.store(known, tl.where(most > drawn, 0, lower.to(tl.int32, bitcast=True)))
-        tl.store(known + 1, tl.where(fewest < 1, -1, upper.to(tl.int32, bitcast=True)))
+        tl.store(known, lower.to(tl.int32, bitcast=True))
+        tl.store(known + 1, upper.to(tl.int32, bitcast=True))
 
 
 @triton.jit(

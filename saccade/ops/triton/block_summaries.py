@@ -20,7 +20,7 @@ LONGEST = 128  # keys of a block: more do not fit a program
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
     """Summaries of full blocks ``first .. last - 1``, whose keys and values are resident: [last - first, parts,
     kv_heads, head_dim] of the dtype that they are kept in (see kv.summaries). None for what no kernel makes."""
-    if not 1 < block_size <= LONGEST or block_size & (block_size - 1):
+    if kind not in PARTS or not 1 < block_size <= LONGEST or block_size & (block_size - 1):
         return None
     layout, pool = paged.format, paged.v if kind == "mean_value" else paged.k
     heads, dim = layout.kv_heads, layout.head_dim

@@ -1,0 +1,73 @@
+"""``saccade tune``: which policy a checkpoint allows, and from which length it pays here; ``auto`` uses it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from saccade.cli.options import say_device, takes_engine
+from saccade.errors import RequestError, finite_number
+
+if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
+    from saccade.eval.drift.passage import Passage
+    from saccade.llm import LLM
+
+
+@takes_engine(model="retriever")
+def tune(
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="UTF-8 text like yours; without it one is made.")
+    ] = None,
+    length: Annotated[int, typer.Option("--length", help="Tokens of the text, the forced ones among them.")] = 4096,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens at its end that are forced as decode steps.")] = 128,
+    bound: Annotated[float, typer.Option("--bound", help="Most nats of KL to dense attention.")] = 0.02,
+    seconds: Annotated[float, typer.Option("--seconds", help="About how long to try and to time.")] = 120.0,
+    rounding: Annotated[
+        bool, typer.Option("--rounding/--no-rounding", help="Measure bfloat16's rounding, the yardstick of agreement.")
+    ] = True,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Try policies on a checkpoint over a text, keep the fastest that answers as dense attention does, and time from
+    which length it pays on this machine. Policy auto, the default of serve and chat, then uses it.
+
+    saccade tune path/to/checkpoint -f novel.txt
+    """
+    from saccade.cli.inputs import read_text
+    from saccade.eval.drift.passage import check_lengths, made_passage, passage_of
+    from saccade.eval.tune.page import table
+    from saccade.eval.tune.study import tune as study
+
+    for name, value in (("bound", bound), ("seconds", seconds)):
+        if not finite_number(value) or value <= 0:
+            raise RequestError(f"{name}={value} must be a number above 0")
+    check_lengths(length, tokens)
+    text = None if file is None else read_text(file)
+
+    def source(llm: LLM) -> tuple[str, Passage]:
+        most = min(length, llm.max_model_len - 1, llm.engine.checks.most_tokens - 1)
+        if text is None or file is None:
+            return "made prose with facts", made_passage(llm.encode, most, tokens, 0)
+        return file.name, passage_of(text, llm.encode, most, tokens, str(file))
+
+    found = study(
+        replace(config, model=model_name or config.model),
+        source,
+        bound=bound,
+        seconds=seconds,
+        rounding=rounding,
+        note=lambda line: print(f"saccade: {line}", file=sys.stderr, flush=True),
+        started=say_device,
+    )
+    print(table(found), end="")
+    print(f"\n{found.said}")
+    if found.file is not None:
+        print(found.file)

@@ -1,0 +1,1 @@
+"""``saccade tune``: which policy a checkpoint allows, and from which length that pays."""

@@ -1,0 +1,238 @@
+"""Trying policies on a checkpoint: drift over a text, then the time that what is left takes beside dense attention."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.pays import Untimed, pays_from, timed
+from saccade.errors import RequestError, SaccadeError
+from saccade.eval.drift.measure import compared, run
+from saccade.eval.drift.passage import Passage
+from saccade.eval.drift.rows import STRETCH
+from saccade.eval.drift.study import EXACT, ROUNDED, Source
+from saccade.eval.setting import load
+from saccade.eval.stats import stretch_interval
+from saccade.eval.tune.ladders import LADDERS, Ladder
+from saccade.llm import LLM
+from saccade.machine import available_bytes, show_bytes
+from saccade.methods.policy import Policy
+from saccade.models.tuned import Tuned, keep_tuned, place_of
+
+BOUND = 0.02  # nats
+BELOW_ROUNDING = 0.03  # of tokens, that may agree fewer than bfloat16's rounding leaves
+ROUNDING = 0.98  # what that is taken to leave where it is not measured
+SHARE = 0.8  # of the free memory, that a second copy of the model may take
+TIMING = 0.3  # of the time, that is kept for timing
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One policy over the text. ``kl`` in nats and its upper end (95 %), ``agree`` from 0 to 1, ``density`` and
+    ``seconds`` of the phase that it acts in, dense's seconds beside; ``why``: what speaks against it, None where
+    nothing does."""
+
+    policy: str
+    phase: str
+    kl: float
+    high: float
+    agree: float
+    density: float
+    seconds: float
+    dense_seconds: float
+    why: str | None
+
+    @property
+    def speed(self) -> float:
+        return self.dense_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written."""
+
+    tried: list[Tried]
+    rounding: float | None
+    tuned: Tuned | None
+    said: str
+    file: Path | None
+
+
+class Limits:
+    """What a policy may drift by: the upper end of its KL at most ``bound``, and as many tokens agree as bfloat16's
+    ``rounding`` leaves, less BELOW_ROUNDING."""
+
+    def __init__(self, bound: float, rounding: float | None) -> None:
+        self.bound, self.least = bound, (ROUNDING if rounding is None else rounding) - BELOW_ROUNDING
+
+    def why_not(self, kl: float, high: float, agree: float) -> str | None:
+        if high > self.bound:
+            return f"KL {kl:.3f}, up to {high:.3f}"
+        return None if agree >= self.least else f"{100 * agree:.1f} % agree, fewer than {100 * self.least:.1f} %"
+
+
+def tune(
+    config: EngineConfig,
+    source: Source,
+    *,
+    bound: float = BOUND,
+    seconds: float = 120.0,
+    rounding: bool = True,
+    ladders: Sequence[Ladder] = LADDERS,
+    seed: int = 0,
+    note: Say = lambda text: None,
+    started: Callable[[LLM], Any] = lambda llm: None,
+) -> Found:
+    """Find what the model of ``config`` allows over a text, in about so many ``seconds`` beside what dense attention
+    takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``rounding``: measure
+    what bfloat16's rounding does, too, which loads the model in the other dtype beside, where there is memory for that.
+    SaccadeError as for any run."""
+    config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
+    with load(config) as llm:
+        started(llm)
+        text, passage = source(llm)
+        llm.engine.checks.prompt(list(passage.ids[:-1]))
+        dense, base = run(llm, passage, Policy(), seed=seed, weights=False)
+        agreed = _rounding(llm, config, passage, dense, note) if rounding else None
+        limits, began = Limits(bound, agreed), time.monotonic()
+        trial = _Trial(llm, passage, dense, base, limits, seed)
+        until = began + (1 - TIMING) * seconds
+        tried = _climbed(trial, ladders, until, note)
+        chosen, joint = _joined(trial, tried, note)
+        tried += joint
+        if chosen is None:
+            why = "Stay with dense: no policy that was tried reads less within the bounds, in less time."
+            return Found(tried, agreed, None, why, None)
+        policy = Policy.parse(chosen.policy)
+        times = timed(llm.engine, policy, max(TIMING * seconds, began + seconds - time.monotonic()), always=True)
+        if isinstance(times, Untimed):
+            raise RequestError(f"'{policy.text}' holds the bounds, but is not kept: {times.why}")
+        tuned = Tuned(
+            policy.text,
+            text,
+            len(passage.ids),
+            float(f"{chosen.kl:.4g}"),
+            chosen.agree,
+            agreed,
+            times,
+            datetime.date.today().isoformat(),
+            [vars(one) for one in tried],
+        )
+        file = keep_tuned(llm.model, place_of(llm.model, config.threads, config.kv_dtype), tuned)
+        return Found(tried, agreed, tuned, said_of(tuned), file)
+
+
+def said_of(tuned: Tuned) -> str:
+    """What ``auto`` makes of it."""
+    policy = Policy.parse(tuned.policy)
+    parts = []
+    for phase in ("prefill", "decode"):
+        method = getattr(policy, phase)
+        if not method.is_dense:
+            first = pays_from(tuned.times, phase)
+            pays = "never pays on this machine" if first is None else f"pays from {first:,} tokens on"
+            parts.append(f"{phase} by '{method.text}' {pays}")
+    return f"auto is '{tuned.policy}': {'; '.join(parts)}."
+
+
+@dataclass(frozen=True)
+class _Trial:
+    llm: LLM
+    passage: Passage
+    dense: Tensor
+    base: dict[str, Any]  # what dense took
+    limits: Limits
+    seed: int
+
+    def of(self, text: str, phase: str) -> Tried:
+        """One policy, run."""
+        own, ran = run(self.llm, self.passage, Policy.parse(text), seed=self.seed, weights=False)
+        found = compared(own, self.dense, self.passage)
+        high = stretch_interval(found["kl"], min(STRETCH, len(found["kl"])), seed=self.seed).high
+        kl, agree = _mean(found["kl"]), _mean(found["agree"])
+        seconds, beside = (one[phase]["seconds"] for one in (ran, self.base))
+        why = self.limits.why_not(kl, high, agree)
+        return Tried(text, phase, kl, high, agree, ran[phase]["density"] or 1.0, seconds, beside, why)
+
+
+def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
+    """A rung of each ladder in turn, until one is too far or the time is over."""
+    tried: list[Tried] = []
+    left = [(ladder, iter(ladder.rungs)) for ladder in ladders]
+    while left:
+        for ladder, rungs in list(left):
+            text = next(rungs, None)
+            if text is None or (tried and time.monotonic() > until):
+                left.remove((ladder, rungs))
+                continue
+            try:
+                one = trial.of(text, ladder.phase)
+            except SaccadeError as error:  # a model that it does not serve
+                note(f"{text}: {error}")
+                left.remove((ladder, rungs))
+                continue
+            tried.append(one)
+            note(f"{text}: KL {one.kl:.4f}, {100 * one.agree:.1f} % agree" + (f": {one.why}" if one.why else ""))
+            if one.why is not None:
+                left.remove((ladder, rungs))
+    return tried
+
+
+def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | None, list[Tried]]:
+    """What is fastest of those within the bounds: a prefill and a decode method together, where that is within them
+    too; else the one of the two that saves more. And what was run for it."""
+    best: dict[str, Tried] = {}
+    for phase in ("prefill", "decode"):
+        fit = [one for one in tried if one.phase == phase and one.why is None and one.density < 1]
+        if fit:
+            best[phase] = min(fit, key=lambda one: one.seconds)
+    if len(best) < 2:
+        return next(iter(best.values()), None), []
+    parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in best.items()}
+    both = trial.of(Policy(**parts).text, "prefill")
+    note(f"{both.policy}: KL {both.kl:.4f}, {100 * both.agree:.1f} % agree" + (f": {both.why}" if both.why else ""))
+    if both.why is None:
+        return both, [both]
+    return max(best.values(), key=lambda one: one.dense_seconds - one.seconds), [both]
+
+
+def _rounding(llm: LLM, config: EngineConfig, passage: Passage, dense: Tensor, note: Say) -> float | None:
+    """The share of tokens that agree between dense attention in float32 and in bfloat16, of which ``dense`` is one;
+    None, with a note, where the other is not to be had."""
+    spec, pool = llm.model.spec, llm.pool
+    why = None
+    if config.quantize is not None or spec.dtype not in (EXACT, ROUNDED):
+        why = f"the model runs in {config.quantize or str(spec.dtype).removeprefix('torch.')}"
+    other = ROUNDED if spec.dtype == EXACT else EXACT
+    room = 2 * spec.layers * pool.format.block_bytes * (pool.format.blocks(len(passage.ids)) + 1)
+    room = 2 * room if other == EXACT else room
+    needs = room + llm.model.weight_bytes * (2 if other == EXACT else 1)
+    if why is None and needs > SHARE * _free_bytes(llm):
+        why = f"a second copy of the model in {str(other).removeprefix('torch.')} takes {show_bytes(needs)}"
+    if why is not None:
+        note(f"what bfloat16's rounding does is not measured: {why}; it is taken to leave {100 * ROUNDING:.0f} %")
+        return None
+    with load(replace(config, dtype=other, kv_memory=room)) as second:
+        logits, _ = run(second, passage, Policy(), weights=False)
+    exact, rounded = (dense, logits) if other == ROUNDED else (logits, dense)
+    return _mean(compared(rounded, exact, passage)["agree"])
+
+
+def _free_bytes(llm: LLM) -> int:
+    if llm.model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(llm.model.device)[0])
+    return available_bytes()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,167 @@
+"""What was found of a model on a machine: which policy it allows, and from which length that pays. Files of the user's
+cache, ``tuned`` in the folder of ``models.cached``; ``saccade tune`` writes the first kind, whoever runs a policy of
+``auto`` for the first time the second."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from saccade.errors import SaccadeError
+from saccade.files import write_text
+from saccade.machine import gpu_name, processor
+from saccade.methods.policy import Policy
+from saccade.models.cached import cache_homes, is_ours
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+FOLDER = "tuned"
+VERSION = 1  # of the files; those of another are not read
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a policy and dense attention took beside each other over one text: of whole prefills of ``lengths``
+    tokens, and of a decode step after them."""
+
+    policy: str
+    lengths: tuple[int, ...]
+    dense_prefill: tuple[float, ...]
+    prefill: tuple[float, ...]
+    dense_decode: tuple[float, ...]
+    decode: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A ``policy`` that a model allows. ``text``: over which text; ``kl`` (nats, its mean), ``agree`` (share of tokens)
+    and ``rounding`` (what bfloat16 alone agrees in, None where that was not measured): see eval.drift. ``length``:
+    tokens of the text. ``tried``: a row a policy that was tried. ``made``: the day."""
+
+    policy: str
+    text: str
+    length: int
+    kl: float
+    agree: float
+    rounding: float | None
+    times: Times
+    made: str
+    tried: list[dict[str, Any]] = field(default_factory=list)
+
+
+def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str, Any]:
+    """What times hang on: the model's shape and formats, the machine, and the threads of a CPU."""
+    spec, on_cpu = model.spec, model.device.type == "cpu"
+    return {
+        "family": spec.family,
+        "layers": spec.layers,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "weight_bytes": model.weight_bytes,
+        "kv_dtype": kv_dtype,
+        "machine": processor() if on_cpu else gpu_name(str(model.device)),
+        "cores": os.cpu_count() if on_cpu else None,
+        "threads": (threads or torch.get_num_threads()) if on_cpu else None,
+    }
+
+
+def tuned_file(model: LoadedModel, place: Mapping[str, Any]) -> Path:
+    """Where what ``saccade tune`` finds of ``model`` lies. Reads the model's weights, once."""
+    return _home() / f"policy-{model.identity.digest}-{_digest(place)}.json"
+
+
+def find_tuned(model: LoadedModel, place: Mapping[str, Any]) -> Tuned | None:
+    """What ``saccade tune`` found of ``model`` at ``place``; None where it was not run. SaccadeError, naming the file
+    and the command, for one that is broken."""
+    ending = f"-{_digest(place)}.json"
+    if not any(home.glob(f"policy-*{ending}") for home in _homes()):  # weights are read for nothing
+        return None
+    file = next((one for home in _homes() if (one := home / f"policy-{model.identity.digest}{ending}").is_file()), None)
+    if file is None:
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data.pop("version") != VERSION:
+            return None
+        data.pop("place")
+        found = Tuned(**{**data, "times": _times(data["times"])})
+        Policy.parse(found.policy)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SaccadeError) as error:
+        raise SaccadeError(f"{file} cannot be used ({error}); run saccade tune again, or remove it") from None
+    return found
+
+
+def keep_tuned(model: LoadedModel, place: Mapping[str, Any], tuned: Tuned) -> Path:
+    """Write what was found; returns the file. RequestError where the system refuses."""
+    file = tuned_file(model, place)
+    _write(file, {"version": VERSION, "place": dict(place), **asdict(tuned)})
+    return file
+
+
+def find_times(place: Mapping[str, Any], policy: str) -> Times | None:
+    """Of an earlier process; a file that is broken counts as none."""
+    for home in _homes():
+        try:
+            data = json.loads((home / _times_name(place, policy)).read_text(encoding="utf-8"))
+            if data["version"] == VERSION:
+                return _times(data["times"])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return None
+
+
+def keep_times(place: Mapping[str, Any], times: Times) -> Path:
+    """Write times; returns the file. RequestError where the system refuses."""
+    file = _home() / _times_name(place, times.policy)
+    _write(file, {"version": VERSION, "place": dict(place), "times": asdict(times)})
+    return file
+
+
+def _times(data: Mapping[str, Any]) -> Times:
+    columns: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in data.items()}
+    made = Times(**columns)
+    seconds = (made.dense_prefill, made.prefill, made.dense_decode, made.decode)
+    numbers = [one for row in (made.lengths, *seconds) for one in row]
+    if any(len(row) != len(made.lengths) for row in seconds) or len(made.lengths) < 2:
+        raise ValueError("it has not as many times as lengths")
+    if not all(isinstance(one, (int, float)) and 0 < one < 1e9 for one in numbers):
+        raise ValueError("a time or a length is no number above 0")
+    return made
+
+
+def _times_name(place: Mapping[str, Any], policy: str) -> str:
+    return f"times-{_digest({**place, 'policy': policy})}.json"
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(dict(data), sort_keys=True).encode()).hexdigest()
+
+
+def _homes() -> list[Path]:
+    return [home / FOLDER for home in cache_homes() if is_ours(home)]
+
+
+def _home() -> Path:
+    """Where new files go."""
+    for home in cache_homes():
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if is_ours(home) and os.access(home, os.W_OK):
+            return home / FOLDER
+    return cache_homes()[0] / FOLDER
+
+
+def _write(file: Path, data: Mapping[str, Any]) -> None:
+    write_text(file, json.dumps(data, indent=1) + "\n", "tuned policy")

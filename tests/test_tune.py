@@ -1,0 +1,175 @@
+"""saccade tune: what is tried, what holds the bounds, and that auto finds what was kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from drift_texts import passage
+from engine_helpers import BLOCK_BYTES
+from tiny_models import one_thread, random_ids  # noqa: F401
+
+from saccade import LLM, SamplingParams
+from saccade.engine.config import EngineConfig
+from saccade.eval.drift.measure import compared, run
+from saccade.eval.tune import study
+from saccade.eval.tune.ladders import LADDERS, Ladder
+from saccade.eval.tune.page import table
+from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
+from saccade.methods.policy import Policy
+from saccade.models import tuned as files
+from saccade.models.tuned import Times
+
+NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
+TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "saccade" / "tuned"
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch):
+    """Sparse takes half of dense's time from 100 tokens on."""
+    asked = []
+
+    def time(engine, policy, seconds, always):
+        assert always  # whoever tunes has the time
+        asked.append(policy.text)
+        return Times(policy.text, (100, 200), (1.0, 2.0), (0.5, 1.0), (1.0, 2.0), (0.5, 1.0))
+
+    monkeypatch.setattr(study, "timed", time)
+    return asked
+
+
+def config(folder):
+    return EngineConfig.of(model=folder, dtype="float32", kv_memory=400 * BLOCK_BYTES, prefill_chunk=64)
+
+
+def found_of(folder, **options):
+    options = {"ladders": TRIED, "bound": 0.05, "rounding": False} | options
+    return tune(config(folder), lambda llm: ("a text", passage(llm)), **options)
+
+
+def test_ladders_are_climbed_until_one_rung_drifts_too_far(tiny_llama, timed, cache):
+    found = found_of(tiny_llama, bound=0.02)
+    by_name = {one.policy: one for one in found.tried}
+    assert [one.policy for one in found.tried] == [NEAR, "streaming(sinks=1, window=2)", FAR]
+    with LLM(config=config(tiny_llama)) as llm:
+        given = passage(llm)
+        dense, _ = run(llm, given, Policy(), weights=False)
+        for text, one in by_name.items():
+            drift = compared(run(llm, given, Policy.parse(text), weights=False)[0], dense, given)
+            assert one.kl == pytest.approx(sum(drift["kl"]) / len(drift["kl"]), rel=1e-4, abs=1e-7)
+            assert one.agree == pytest.approx(sum(drift["agree"]) / len(drift["agree"]))
+    assert by_name[NEAR].why is None
+    assert by_name[FAR].why is not None
+    assert found.tuned is not None
+    assert found.tuned.policy == NEAR
+    assert timed == [NEAR]
+    assert "kept" in table(found)
+    assert f"decode by '{NEAR}' pays from 100 tokens on" in found.said
+
+
+def test_auto_finds_what_was_kept(tiny_llama, cache):
+    found = found_of(tiny_llama)
+    assert found.file is not None
+    assert found.file.parent == cache
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(config=config(tiny_llama)) as llm:
+        report = llm.generate([random_ids(1100, seed=1)], params, policy="auto")[0].report
+    assert report["policy"] == NEAR
+    assert any("tuned on a text (KL " in note for note in report["notes"])
+
+
+def test_a_phase_each_and_both_together(tiny_llama):
+    prefill = "flashprefill(alpha=0.0001, block_size=32)"
+    found = found_of(tiny_llama, ladders=(Ladder("decode", (NEAR,)), Ladder("prefill", (prefill,))))
+    sparse = [one.policy for one in found.tried if one.density < 1 and one.why is None]
+    assert [one.policy for one in found.tried[:2]] == [NEAR, prefill]
+    if prefill in sparse:
+        assert found.tried[2].policy == f"{prefill}+{NEAR}"
+    else:
+        assert found.tuned is not None
+        assert found.tuned.policy == NEAR
+
+
+def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
+    """The one of the two that saves more."""
+
+    def of(trial, text, phase):
+        both = "+" in text
+        return study.Tried(
+            text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None
+        )
+
+    monkeypatch.setattr(study._Trial, "of", of)
+    found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
+    assert [one.policy for one in found.tried] == ["psa", "sampled_rows", "sampled_rows+psa"]
+    assert found.tuned is not None
+    assert found.tuned.policy == "psa"
+
+
+def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
+    found = found_of(tiny_llama, ladders=(Ladder("decode", (FAR,)),), bound=1e-9)
+    assert found.tuned is None
+    assert found.file is None
+    assert "Stay with dense" in found.said
+    assert not timed
+    assert not cache.exists()
+
+
+def test_time_that_is_over_ends_it(tiny_llama):
+    assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
+
+
+def test_rounding_is_measured_beside(tiny_llama):
+    found = found_of(tiny_llama, rounding=True)
+    assert found.rounding is not None
+    assert 0.5 < found.rounding <= 1
+
+
+def test_limits():
+    limits = Limits(0.02, 0.97)
+    assert limits.why_not(0.01, 0.02, 0.97 - BELOW_ROUNDING) is None
+    assert "0.021" in (limits.why_not(0.01, 0.021, 1.0) or "")
+    assert "93.9 % agree" in (limits.why_not(0.0, 0.0, 0.939) or "")
+
+
+def test_every_rung_is_a_policy_of_its_phase():
+    for ladder in LADDERS:
+        for text in ladder.rungs:
+            policy = Policy.parse(text)
+            assert not getattr(policy, ladder.phase).is_dense
+            assert sum(not getattr(policy, phase).is_dense for phase in ("prefill", "decode")) == 1
+
+
+@pytest.mark.parametrize("harm", ["no json", '{"version": 1, "policy": "nix"}', "[]"])
+def test_a_broken_file_is_named_and_the_safe_preset_stands_in(tiny_llama, harm, monkeypatch):
+    from saccade.engine import automatic
+
+    found = found_of(tiny_llama)
+    assert found.file is not None
+    found.file.write_text(harm)
+    monkeypatch.setattr(automatic, "timed", lambda engine, policy, seconds: Times("x", (100, 200), *4 * [(1.0, 2.0)]))
+    with LLM(config=config(tiny_llama)) as llm:
+        offer = llm.engine.automatic.offer()
+    assert offer.policy == Policy.parse(automatic.SAFE)
+    assert str(found.file) in offer.said
+    assert "saccade tune again" in offer.said
+
+
+def test_another_model_another_machine(tiny_llama, odd_llama, monkeypatch):
+    found = found_of(tiny_llama)
+    assert found.file is not None
+    data = json.loads(found.file.read_text())
+    with LLM(config=config(tiny_llama)) as llm:
+        place = files.place_of(llm.model, None, "auto")
+        assert data["place"] == place
+        assert files.find_tuned(llm.model, place) is not None
+        assert files.find_tuned(llm.model, {**place, "machine": "another"}) is None
+    with LLM(odd_llama, dtype="float32") as other:
+        assert files.find_tuned(other.model, files.place_of(other.model, None, "auto")) is None
