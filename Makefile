@@ -148,15 +148,17 @@ aarch64: setup
 
 # Storms take SEED=7, say, for other ones than the first.
 SEEDED = $(if $(SEED),--seed $(SEED))
+# How keys and values are stored: make storm KV_DTYPE=int8.
+STORED = $(if $(KV_DTYPE),--kv-dtype $(KV_DTYPE))
 
 # 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED)
 	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED) $(STORED)
 
 # Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
 lossless: setup
@@ -168,7 +170,7 @@ certify: setup
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED) $(STORED)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT) $(SEEDED)

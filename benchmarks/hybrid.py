@@ -77,7 +77,7 @@ def main() -> None:
         folder, llms = checkpoint(Path(made), asked.layers, asked.vocabulary), {}
         for way in asked.ways:
             slotted.on_host = ways[way]
-            llms[way] = LLM(folder, dtype="bfloat16", kv_memory="2GiB")
+            llms[way] = LLM(folder, dtype="bfloat16", kv_memory="2GiB", enable_prefix_caching=False)
         print(f"{cpu.isa()}, {asked.threads} threads, {asked.layers} layers", flush=True)
         print("| context | by | prefill, s | step, ms |")
         print("|---|---|---|---|")

@@ -18,8 +18,8 @@ void check_slots(const StateSlots& states, int64_t sequences) {
 
 void check_shares(int64_t heads, int64_t parts, const char* what) {
     if (heads % parts)
-        throw std::invalid_argument(std::to_string(heads) + " heads cannot share " + std::to_string(parts) + " " + what +
-                                    " alike");
+        throw std::invalid_argument(std::to_string(heads) + " heads cannot share " + std::to_string(parts) + " " +
+                                    what + " alike");
 }
 
 void delta_rule(const KernelSet& set, const DeltaRule& call) { run(set.keeping->delta_rule, call); }
@@ -89,8 +89,8 @@ void bind_keeping(nb::module_& m, KernelSetClass& set) {
          field<&NormRows::epsilon>("epsilon"), field<&NormRows::out>("out")},
         [](const NormRows& c) {
             if (c.channels % c.groups)
-                throw std::invalid_argument(std::to_string(c.channels) + " channels are no " + std::to_string(c.groups) +
-                                            " groups of one size");
+                throw std::invalid_argument(std::to_string(c.channels) + " channels are no " +
+                                            std::to_string(c.groups) + " groups of one size");
         });
     set.def("norm_rows", &norm_rows);
     set.def("delta_rule", &delta_rule);

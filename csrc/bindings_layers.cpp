@@ -24,7 +24,9 @@ void bind_layers(nb::module_& m, KernelSetClass& set) {
     bind_struct<LayerTurn>(
         m, "LayerTurn",
         {field<&LayerTurn::cos>("cos").optional(), field<&LayerTurn::sin>("sin").optional(),
-         field<&LayerTurn::scale>("scale"), field<&LayerTurn::softcap>("softcap").optional()},
+         field<&LayerTurn::scale>("scale"), field<&LayerTurn::softcap>("softcap").optional(),
+         field<&LayerTurn::turned>("turned").optional(), field<&LayerTurn::query_balance>("query_balance").optional(),
+         field<&LayerTurn::key_balance>("key_balance").optional()},
         [](const LayerTurn& turn) {
             if (!turn.cos != !turn.sin) throw std::invalid_argument("cos and sin go together");
         });

@@ -70,7 +70,7 @@ void bind_rows(nb::module_& m, KernelSetClass& set) {
         });
     bind_struct<PassCall>(
         m, "RowPass",
-        {field<&PassCall::op>("kind").within(0, 2), field<&PassCall::threads>("threads").at_least(1),
+        {field<&PassCall::op>("kind").within(0, 3), field<&PassCall::threads>("threads").at_least(1),
          field<&PassCall::storage>("storage").within(0, 1), field<&PassCall::rows>("rows"),
          field<&PassCall::width>("width"), field<&PassCall::heads>("heads").at_least(1),
          field<&PassCall::x>("x").or_null(),
@@ -80,6 +80,11 @@ void bind_rows(nb::module_& m, KernelSetClass& set) {
          field<&PassCall::eps>("eps").optional()},
         [](const PassCall& c) {
             if (!c.rows) return;  // what has no rows lies nowhere
+            if (c.op == RowPass::turn) {
+                if (!c.x || c.width < 16 || c.width % 16 || c.width > kMostTurned)
+                    throw std::invalid_argument("heads that are turned have 16 to 1024 channels, a multiple of 16");
+                return;
+            }
             if (!c.x || !c.out || (c.op != RowPass::silu_mul && !c.weight) || (c.op != RowPass::rms_norm && !c.other))
                 throw std::invalid_argument("x, out, and weight or other of this kind, must be addresses");
         });

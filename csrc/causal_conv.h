@@ -124,7 +124,8 @@ void conv_task(const CausalConv& c, int64_t index) {
 template <class S>
 void causal_conv_typed(const CausalConv& c) {
     const int64_t chunks = conv_chunks(c), tasks = c.sequences * chunks * conv_parts(c);
-    over_tasks<CausalConv, conv_task<S>>(c, tasks, std::min(c.tokens, kConvTokens) * std::min(c.channels, kConvPart) * 4);
+    const int64_t size = std::min(c.tokens, kConvTokens) * std::min(c.channels, kConvPart);
+    over_tasks<CausalConv, conv_task<S>>(c, tasks, 4 * size);
     for (int64_t s = 0; chunks > 1 && s < c.sequences; ++s)
         ConvStrip<S>{c, s, 0, c.tokens, 0, c.channels, nullptr, nullptr}.keep();
 }

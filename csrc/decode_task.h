@@ -3,12 +3,14 @@
 // a task that serves several of them finds each one's rows by the positions of the first one's keys.
 #pragma once
 
+#include <tuple>
 #include <utility>
 
 #include "ahead.h"
 #include "key_stream.h"
 #include "math.h"
 #include "threads.h"
+#include "word_products.h"
 
 namespace saccade {
 namespace {
@@ -26,6 +28,7 @@ struct NoTally {
 template <class Math, class T, class Tally = NoTally>
 class DecodeTask {
     static constexpr bool kDot = Math::per_unit == 2;  // bf16 dot products
+    static constexpr bool kWords = kDot && Simd::has_word_dot;
     using Q = std::conditional_t<kDot, uint16_t, float>;
 
   public:
@@ -36,7 +39,7 @@ class DecodeTask {
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
         : a_(a), logits_(a), keys_(a), values_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32),
           groups_(groups), shared_(shared), stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
-          o_(o), max_(max), sum_(sum), tally_(tally) {
+          words_(kWords && keys_.words()), products_{a.head_dim}, o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(scratch ? scratch : thread_scratch(count.used())));
@@ -50,6 +53,8 @@ class DecodeTask {
                 const T* from = static_cast<const T*>(a.q) + (first_head + g * shared + h) * a.q_head_stride +
                                 row * a.q_row_stride;
                 Q* to = q_ + (g * shared + h) * q_stride_;
+                if constexpr (kWords)
+                    if (words_) q_scale_[g * shared + h] = products_.take_query(from, q_words_ + (g * shared + h) * d_);
                 if constexpr (kDot) std::memcpy(to, from, d_ * sizeof(T));
                 else
                     for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(from + c));
@@ -60,6 +65,7 @@ class DecodeTask {
     static int64_t scratch_size(const Attention& a, int64_t queries) {
         Carver room(nullptr);
         KeyReader<T>(a).carve(room, kDecodeStep);
+        carve_words(room, queries, a.head_dim);
         return queries * ((a.head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
                kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + room.used() + 6 * 64;
     }
@@ -88,6 +94,11 @@ class DecodeTask {
             Ahead<T> ahead = Asks ? rows_of(turn + kLead, step, next) : Ahead<T>();
             const int64_t g = turn % groups_;
             const bool keys = turn < groups_;
+            if constexpr (kWords)
+                if (words_) {
+                    take_words(keys, g, step, ahead);
+                    continue;
+                }
             const ReadRows<T> in = reader(keys).read(rows(g, step), step.count, room_, group_offset(g));
             for (int64_t h = 0; h < shared_; h += kHeadTile) {
                 switch (shared_ - h) {
@@ -112,6 +123,12 @@ class DecodeTask {
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
         rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
         room_ = keys_.carve(c, kDecodeStep);
+        if (words_) std::tie(q_words_, q_scale_, scales_, p_words_) = carve_words(c, groups_ * shared_, d_);
+    }
+    // Queries as words, what these are multiples of, a step's scales, and weights as words.
+    static std::tuple<int16_t*, float*, float*, int16_t*> carve_words(Carver& c, int64_t queries, int64_t d) {
+        return {c.take<int16_t>(queries * d), c.take<float>(queries), c.take<float>(d / kScaled * kWordKeys),
+                c.take<int16_t>(kHeadTile * kWordKeys)};
     }
 
     // Where group `g` reads: rows(), and how much further on in the pools.
@@ -141,6 +158,35 @@ class DecodeTask {
         return {from.address(group_offset(g)), rows(g, *in, which), in->count, from.element(), from.bytes()};
     }
 
+    // A group's turn over rows of codes where they lie.
+    void take_words(bool keys, int64_t g, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
+        const char* pool = reader(keys).address(group_offset(g));
+        const int64_t* at = rows(g, step);
+        products_.find_scales(pool, at, step.count, scales_);
+        for (int64_t h = 0; h < shared_; h += kHeadTile) {
+            switch (shared_ - h) {
+                case 1: take_word_heads<1>(keys, g, h, pool, at, step.count, ahead); break;
+                case 2: take_word_heads<2>(keys, g, h, pool, at, step.count, ahead); break;
+                case 3: take_word_heads<3>(keys, g, h, pool, at, step.count, ahead); break;
+                default: take_word_heads<4>(keys, g, h, pool, at, step.count, ahead);
+            }
+        }
+    }
+    template <int HT>
+    void take_word_heads(bool keys, int64_t g, int64_t h, const char* pool, const int64_t* at, int count,
+                         Ahead<T>& ahead) {
+        const int64_t row = g * shared_ + h;
+        if (keys) {
+            products_.template scores<HT>(q_words_ + row * d_, q_scale_ + row, pool, at, count, scales_, s_, kScores,
+                                          [&] { ahead.ask(4 * Ahead<T>::lines(d_)); });
+            settle<HT>(g, h, count);
+        } else {
+            products_.template values<HT>(p_ + row * kScores, kScores, pool, at, count, scales_, alpha_ + row,
+                                          o_ + (g * stride_ + h) * d_, p_words_,
+                                          [&] { ahead.ask(Ahead<T>::lines(8 * W)); });
+        }
+    }
+
     template <int HT>
     SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const ReadRows<T>& in, int count,
                                    Ahead<T>& ahead) {
@@ -149,8 +195,14 @@ class DecodeTask {
 
     template <int HT>
     void weigh(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
+        scores<HT>(q_ + (g * shared_ + h) * q_stride_, in.values, in.at, count, ahead);
+        settle<HT>(g, h, count);
+    }
+
+    // Turns a tile's scores into weights, and sums them up.
+    template <int HT>
+    void settle(int64_t g, int64_t h, int count) {
         const int64_t first = g * shared_ + h;
-        scores<HT>(q_ + first * q_stride_, in.values, in.at, count, ahead);
         float shrink[HT < W ? W : HT] = {}, sums[HT];
         for (int i = 0; i < HT; ++i) sums[i] = weights(g, h + i, i, count, shrink[i]);
         Simd::store(shrink, Simd::exp2(Simd::load(shrink)));
@@ -212,11 +264,13 @@ class DecodeTask {
         for (int j = 0; j < rounded; j += W) {
             F x = Math::exp2(Simd::sub(Simd::load(s + j), shift));
             sum = Simd::add(sum, x);
-            if constexpr (kDot) Simd::store_row(reinterpret_cast<uint16_t*>(p) + j, x);
-            else Simd::store(p + j, x);
+            if (!kDot || words_) Simd::store(p + j, x);
+            else Simd::store_row(reinterpret_cast<uint16_t*>(p) + j, x);
             if constexpr (Tally::wanted) Simd::store(s + j, x);
         }
         if constexpr (Tally::wanted) (*tally_)(g * shared_ + h, max, s, count);
+        if (words_)
+            for (int j = rounded; j < kWordKeys; j += W) Simd::store(p + j, Simd::set1(0));
         shrink = old_max - max;
         old_max = max;
         return Simd::sum(sum);
@@ -301,7 +355,10 @@ class DecodeTask {
     const ValueReader<T> values_;
     typename RowReader<T>::Room room_;  // of one group's keys or values of a step
     const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
-    const bool own_rows_;
+    const bool own_rows_, words_;
+    const WordProducts<Simd> products_;
+    int16_t *q_words_ = nullptr, *p_words_ = nullptr;
+    float *q_scale_ = nullptr, *scales_ = nullptr;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;

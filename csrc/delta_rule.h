@@ -15,7 +15,7 @@ struct DeltaBlock {
     float keys[T][T], queries[T][T];  // of token t with the key of i, decayed: i < t, and i <= t
 };
 
-// N vectors of a state's columns, which do not depend on others, over T tokens; `count`: of their last vector's columns.
+// N vectors of a state's columns, which do not depend on others, over T tokens; `count`: columns of the last vector.
 template <int T, int N, class S>
 SACCADE_INLINE void delta_columns(const DeltaBlock<T>& b, int64_t d_k, float* state, int64_t stride, const S* v,
                                   int64_t v_token, S* out, int64_t out_token, int64_t count) {

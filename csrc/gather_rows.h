@@ -61,6 +61,8 @@ struct GatherRows {
         for (int64_t j = 0; j < count; j += kBatch) {
             const int64_t here = count - j < kBatch ? count - j : kBatch;
             next(j + kBatch);
+            if (in_order && keys.coded())
+                for (int64_t i = 0; i < kBatch; ++i) keys.prefetch(rows[j + kBatch + i]);
             const auto [k, at] = keys.read(rows + j, (here + kTile - 1) / kTile * kTile, room);
             for (int64_t h = 0; h < heads; h += kTile) {
                 const Q* from = q + h * q_stride;

@@ -14,8 +14,8 @@ struct TokenRows {
     int64_t sequence, token;
 };
 
-// The states of a call's sequences: sequence s has slot slots[s] of the `count` of a pool, each `stride` values after the
-// one before. They are changed where they lie. No two sequences of a call have one slot.
+// The states of a call's sequences: sequence s has slot slots[s] of the `count` of a pool, each `stride` values after
+// the one before. They are changed where they lie. No two sequences of a call have one slot.
 struct StateSlots {
     void* pool;
     int64_t count, stride;
@@ -30,7 +30,8 @@ struct StateSlots {
 // Tensors are of the storage type where no other is said.
 
 // The gated delta rule (Yang et al. 2024, "Gated Delta Networks"): S = exp(g) S; d = beta (v - S^T k); S += k d^T;
-// o = S^T q. Query and key are divided by sqrt(their sum of squares + 1e-6) if `normalize`, the query by sqrt(d_k), too.
+// o = S^T q. Query and key are divided by sqrt(their sum of squares + 1e-6) if `normalize`, the query always by
+// sqrt(d_k).
 struct DeltaRule {
     Storage storage;
     int threads;
@@ -56,8 +57,8 @@ struct CausalConv {
     void* out;                   // [sequences, tokens, channels]
 };
 
-// Mamba-2's scan (Dao and Gu 2024, "Transformers are SSMs"): S = exp(dt a) S + dt x B^T; y = S C + d x, where dt is given,
-// plus dt_bias, softplus of that if `softplus`, within low .. high.
+// Mamba-2's scan (Dao and Gu 2024, "Transformers are SSMs"): S = exp(dt a) S + dt x B^T; y = S C + d x, where dt is
+// given, plus dt_bias, softplus of that if `softplus`, within low .. high.
 struct StateSpace {
     Storage storage;
     int threads;
@@ -75,8 +76,8 @@ struct StateSpace {
 // What a norm's weights multiply: what was normed and rounded; by 1 more; what was normed.
 enum class NormWeights : int { rounded = 0, plus_one = 1, whole = 2 };
 
-// RMS norms of rows [channels], each of `groups` parts by itself, times `weight` [channels]; with `gate`, rows too, silu of
-// it is a factor of what is normed, or of the result.
+// RMS norms of rows [channels], each of `groups` parts by itself, times `weight` [channels]; with `gate`, rows too, silu
+// of it is a factor of what is normed, or of the result.
 struct NormRows {
     Storage storage;
     int threads;

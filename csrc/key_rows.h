@@ -38,6 +38,41 @@ struct KeyRows {
     SACCADE_INLINE int64_t run(int64_t key) const { return page_mask + 1 - (key & page_mask); }
 };
 
+// 64 values of one scale, 16 or 32 of a row's end.
+template <class T>
+SACCADE_INLINE void decode_scaled(const int8_t* codes, const Simd::F scale, int64_t count, T* to) {
+    constexpr int kLanes = Simd::W;
+    const auto value = [&](int64_t c) { return Simd::mul(Simd::to_float(Simd::load_signed(codes + c)), scale); };
+    if (count == kScaled) {
+        for (int64_t c = 0; c < kScaled; c += 2 * kLanes) Simd::store_rows(to + c, value(c), value(c + kLanes));
+        return;
+    }
+    for (int64_t c = 0; c < count; c += kLanes) Simd::store_row(to + c, value(c));
+}
+
+// decode_row, in vectors, of `runs` runs of `each` rows that lie side by side, the first row of run j at
+// pool + (at[j] + offset) * element_bytes; written one behind the other. A function of its own: it needs many registers.
+template <class T>
+__attribute__((noinline)) void decode_rows(RowFormat format, const char* pool, const int64_t* at, int64_t offset,
+                                           int64_t runs, int64_t each, int64_t head_dim, T* to) {
+    constexpr int kLanes = Simd::W;
+    const int64_t element = element_bytes(format, sizeof(T)), bytes = row_width(format, head_dim) * element;
+    for (int64_t run = 0; run < runs; ++run) {
+        const char* row = pool + (at[run] + offset) * element;
+        for (int64_t i = 0; i < each; ++i, row += bytes, to += head_dim) {
+            if (format == RowFormat::bf16) {
+                const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
+                for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
+                continue;
+            }
+            each_scale(row, head_dim, [&](int64_t first, int64_t values, const char* scale) {
+                const int8_t* codes = reinterpret_cast<const int8_t*>(row) + first;
+                decode_scaled(codes, Simd::set1(scale_at(scale)), values, to + first);
+            });
+        }
+    }
+}
+
 // Rows as a kernel reads them: row j begins at values + at[j].
 template <class T>
 struct ReadRows {
@@ -56,6 +91,8 @@ class RowReader {
           bytes_(together * row_width(format, d_) * element_bytes(format, sizeof(T))) {}
 
     bool coded() const { return coded_; }
+    // Whether rows are codes of 8 bits by 64 channels alone, which word_products.h multiplies where they lie.
+    bool words() const { return has_words(format_, d_); }
 
     // Where `count` rows are decoded to; nothing for plain ones.
     struct Room {
@@ -72,20 +109,18 @@ class RowReader {
     // Rows at `offset` behind at[0 .. count - 1].
     SACCADE_INLINE ReadRows<T> read(const int64_t* at, int64_t count, const Room& room, int64_t offset = 0) const {
         if (!coded_) return {reinterpret_cast<const T*>(pool_) + offset, at};
-        for (int64_t j = 0; j < count; ++j) {
-            room.at[j] = j * d_ * together_;
-            decode(at[j] + offset, room.values + room.at[j], together_);
-        }
+        for (int64_t j = 0; j < count; ++j) room.at[j] = j * d_ * together_;
+        decode_rows(format_, pool_, at, offset, count, together_, d_, room.values);
         return {room.values, room.at};
     }
     SACCADE_INLINE const T* read(int64_t at, const Room& room) const {
         if (!coded_) return reinterpret_cast<const T*>(pool_) + at;
-        decode(at, room.values, together_);
+        decode_rows(format_, pool_, &at, 0, 1, together_, d_, room.values);
         return room.values;
     }
     // `count` single rows side by side, copied.
     void copy(int64_t at, int64_t count, T* to) const {
-        if (coded_) decode(at, to, count);
+        if (coded_) decode_rows(format_, pool_, &at, 0, 1, count, d_, to);
         else std::memcpy(to, reinterpret_cast<const T*>(pool_) + at, count * d_ * sizeof(T));
     }
 
@@ -98,11 +133,6 @@ class RowReader {
     }
 
   private:
-    void decode(int64_t at, T* to, int64_t rows) const {
-        const char* from = address(at);
-        for (int64_t i = 0; i < rows; ++i, from += bytes_ / together_, to += d_) decode_row(format_, from, d_, to);
-    }
-
     const char* pool_;
     const RowFormat format_;
     const bool coded_;

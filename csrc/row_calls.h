@@ -96,8 +96,11 @@ struct PackCall {
 
 // One operation on `rows` rows of `width` values (row_passes.h), all of one storage type. `x` and `other` have strides,
 // in elements; `out` and `weight` are contiguous. For rotate `x` is [heads, rows, head_dim], `weight` and `other` are
-// the cosines and sines [rows, width], and the result goes to `x`.
-enum class RowPass : int { rms_norm = 0, silu_mul = 1, rotate = 2 };
+// the cosines and sines [rows, width], and the result goes to `x`. For turn `x` is that, too, and `weight` float [heads,
+// width], or null.
+enum class RowPass : int { rms_norm = 0, silu_mul = 1, rotate = 2, turn = 3 };
+
+constexpr int64_t kMostTurned = 1024;  // channels of a head
 
 struct PassCall {
     RowPass op;

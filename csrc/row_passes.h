@@ -2,6 +2,8 @@
 // Values are rounded to the storage type where the layer's own modules would round them; see rows.h for a few rows.
 #pragma once
 
+#include <utility>
+
 #include "math.h"
 #include "threads.h"
 
@@ -79,9 +81,40 @@ void rotate_row(const PassCall& c, int64_t i) {
     }
 }
 
+// Turns every head of a row, in place (saccade/ops/row_passes.py): its channels times `weight`, then the product with
+// Hadamard's matrix of as many channels as the greatest power of two that divides their number. In float32 and in an
+// order that is the same for every instruction set.
+template <class T>
+void turn_row(const PassCall& c, int64_t i) {
+    float room[2][kMostTurned];
+    const int64_t size = c.width & -c.width, half = size / 2;
+    const F root = Simd::set1(static_cast<float>(1 / __builtin_sqrt(static_cast<double>(size))));
+    for (int64_t head = 0; head < c.heads; ++head) {
+        T* x = static_cast<T*>(c.x) + head * c.head_stride + i * c.x_stride;
+        const float* weight = c.weight ? static_cast<const float*>(c.weight) + head * c.width : nullptr;
+        float *from = room[0], *to = room[1];
+        for (int64_t k = 0; k < c.width; k += W) {
+            const F value = Simd::load_row(x + k);
+            Simd::store(from + k, weight ? Simd::mul(value, Simd::load(weight + k)) : value);
+        }
+        for (int64_t step = 1; step < size; step *= 2) {
+            for (int64_t first = 0; first < c.width; first += size) {
+                const float* a = from + first;
+                float *sum = to + first, *rest = sum + half;
+                for (int64_t k = 0; k < half; ++k) {
+                    sum[k] = a[2 * k] + a[2 * k + 1];
+                    rest[k] = a[2 * k] - a[2 * k + 1];
+                }
+            }
+            std::swap(from, to);
+        }
+        for (int64_t k = 0; k < c.width; k += W) Simd::store_row(x + k, Simd::mul(Simd::load(from + k), root));
+    }
+}
+
 template <class T>
 void pass_typed(const PassCall& call) {
-    const int64_t wide = call.width * (call.op == RowPass::rotate ? call.heads : 1);
+    const int64_t wide = call.width * (call.op == RowPass::rotate || call.op == RowPass::turn ? call.heads : 1);
     struct Job {
         const PassCall& c;
         int64_t each;
@@ -95,6 +128,7 @@ void pass_typed(const PassCall& call) {
                     case RowPass::rms_norm: rms_norm_row<T>(job.c, i); break;
                     case RowPass::silu_mul: silu_mul_row<T>(job.c, i); break;
                     case RowPass::rotate: rotate_row<T>(job.c, i); break;
+                    case RowPass::turn: turn_row<T>(job.c, i); break;
                 }
         },
         &job);

@@ -16,6 +16,7 @@ struct Simd {
     static constexpr int NV = 3;  // 12 sums of 4 keys, 3 vectors of queries and one of a key: 16 registers
     static constexpr bool has_bf16_dot = false;
     static constexpr bool has_byte_dot = true;
+    static constexpr bool has_word_dot = false;
     using F = __m256;
     using I = __m256i;
 
@@ -101,6 +102,11 @@ struct Simd {
         rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
         I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+    }
+    template <class T>
+    static void store_rows(T* p, F low, F high) {
+        store_row(p, low);
+        store_row(p + W, high);
     }
 
     static void transpose(F* x) {

@@ -17,6 +17,7 @@ struct Simd {
     static constexpr int registers = 32;
     static constexpr bool has_bf16_dot = true;
     static constexpr bool has_byte_dot = true;
+    static constexpr bool has_word_dot = true;
     using F = __m512;
     using I = __m512i;
 
@@ -91,6 +92,10 @@ struct Simd {
     static void store_row(uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
     }
+    static void store_rows(float* p, F low, F high) { store(p, low), store(p + W, high); }
+    static void store_rows(uint16_t* p, F low, F high) {
+        _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
 
     static void transpose(F* x) {
         F a[16], b[16];
@@ -126,6 +131,27 @@ struct Simd {
     static I high_halves(I x) { return low_halves(_mm512_srli_epi32(x, 4)); }
     static I dot_bytes(I acc, I codes, int32_t weights) {
         return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(weights));
+    }
+
+    // --- words: 32 integers of 16 bits, pairs to a lane (word_products.h) ---
+
+    static I load_words(const int8_t* p) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    // acc + the sum of two products per lane.
+    static I dot_words(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }
+    // Two rows' words as pairs of both rows; order_words brings sums of these to the rows' order.
+    static void pair_words(I a, I b, I* out) {
+        out[0] = _mm512_unpacklo_epi16(a, b);
+        out[1] = _mm512_unpackhi_epi16(a, b);
+    }
+    static void order_words(I low, I high, I* out) {
+        const I first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+        out[0] = _mm512_permutex2var_epi32(low, first, high);
+        out[1] = _mm512_permutex2var_epi32(low, _mm512_add_epi32(first, _mm512_set1_epi32(8)), high);
+    }
+    static void store_words(int16_t* p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
     }
 
     // --- packed weights: as in simd_portable.h ---

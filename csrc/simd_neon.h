@@ -82,6 +82,11 @@ struct Simd {
 
     static void store_row(float* p, F x) { store(p, x); }
     static void store_row(uint16_t* p, F x) { vst1_u16(p, half(x)); }
+    template <class T>
+    static void store_rows(T* p, F low, F high) {
+        store_row(p, low);
+        store_row(p + W, high);
+    }
 
     static void transpose(F* x) {
         const F a = vtrn1q_f32(x[0], x[1]), b = vtrn2q_f32(x[0], x[1]);
@@ -153,6 +158,7 @@ struct Simd {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     static constexpr bool has_bf16_dot = true;
     static constexpr bool has_byte_dot = false;
+    static constexpr bool has_word_dot = false;
 
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 

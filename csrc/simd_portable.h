@@ -24,6 +24,7 @@ struct Simd {
     static constexpr int registers = 16;  // vectors that a CPU has
     static constexpr bool has_bf16_dot = false;
     static constexpr bool has_byte_dot = false;  // the last section of simd_avx2.h
+    static constexpr bool has_word_dot = false;
     using F = float __attribute__((vector_size(16)));
     using I = int32_t __attribute__((vector_size(16)));
     using U = uint32_t __attribute__((vector_size(16)));
@@ -112,6 +113,12 @@ struct Simd {
     static void store_row(float* p, F x) { store(p, x); }
     static void store_row(uint16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = to_bf16(x[i]);
+    }
+    // 2 W values.
+    template <class T>
+    static void store_rows(T* p, F low, F high) {
+        store_row(p, low);
+        store_row(p + W, high);
     }
 
     // W x W, in place.

@@ -17,7 +17,8 @@ struct SpaceBlock {
 
 // The states of R channels over T tokens; `out` [R, T]: what was there gives to the outputs. R T is 4, or 1.
 template <int T, int R>
-SACCADE_INLINE void space_rows(const SpaceBlock<T>& block, float* state, int64_t size, const float* inputs, float* out) {
+SACCADE_INLINE void space_rows(const SpaceBlock<T>& block, float* state, int64_t size, const float* inputs,
+                               float* out) {
     F sums[4], x[R][T];
     for (F& sum : sums) sum = Simd::set1(0.0f);
     for (int r = 0; r < R; ++r)

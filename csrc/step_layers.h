@@ -26,10 +26,13 @@ struct DecoderLayers {
     }
 };
 
-// What a layer has of its own in a step; cos and sin [rows, head_dim], or null: it does not rotate.
+// What a layer has of its own in a step; cos and sin [rows, head_dim], or null: it does not rotate. Queries and keys that
+// are `turned` (RowPass::turn) are so by floats [heads or kv_heads, head_dim], or null.
 struct LayerTurn {
     const void *cos, *sin;
     float scale, softcap;
+    bool turned = false;
+    const void *query_balance = nullptr, *key_balance = nullptr;
 };
 
 // hidden [rows, channels] goes through the layers, in place. The others are what one layer after the other works with:
@@ -67,6 +70,14 @@ inline std::pair<double, double> run_layers(const KernelSet& set, const DecoderL
         const LayerTurn& turn = turns[i];
         set.project_rows(project_call(call.threads, model.layers[i],
                                       {call.rows, call.hidden, turn.cos, turn.sin, call.q, call.k, call.v}));
+        if (turn.turned) {
+            const auto pass = [&](void* x, int64_t count, const void* balance) {
+                set.row_pass({RowPass::turn, first.storage, call.threads, call.rows, dim, count, x, count * dim, dim,
+                              nullptr, 0, balance, x, 0});
+            };
+            pass(call.q, heads, turn.query_balance);
+            pass(call.k, kv_heads, turn.key_balance);
+        }
         if (watched) products += lap();
         const Queries queries{call.q, dim, heads * dim, heads, call.rows, 0, turn.scale, turn.softcap};
         const double share = step.run(set, call.attending, i, pool, fresh, queries, output, true, true, watched);

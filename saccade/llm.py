@@ -78,6 +78,7 @@ class LLM:
             warnings.warn(kernels.why_unavailable(), stacklevel=2)
         exact = self.model.spec.dtype == torch.float32 if config.exact is None else config.exact
         pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
+        self.model.runner.turn_keys(pool.format.turned)
         if link is not None:
             start_ranks(link, config, pool, exact)
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact, link=link)

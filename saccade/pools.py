@@ -12,13 +12,13 @@ from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.row_formats import AUTO, format_called
+from saccade.kv.row_formats import RowFormat, format_called
 from saccade.kv.sequence_states import EVERY
 from saccade.kv.states import StatePool
 from saccade.kv.tier import Tier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes, show_bytes
 from saccade.models.loader import LoadedModel
-from saccade.ops import debug
+from saccade.ops import cpu, debug
 from saccade.ops.movers import row_mover
 from saccade.profiling import MemoryProfile, profile
 
@@ -29,14 +29,11 @@ def make_pool(
     config: EngineConfig, model: LoadedModel, max_model_len: int
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
-    would not hold a block a layer."""
-    spec, size, rows = model.spec, config.block_size, format_called(config.kv_dtype)
-    if rows is not AUTO and (model.device.type != "cpu" or config.backend == "triton"):
-        raise SaccadeError(
-            f"kv_dtype={rows.name!r}: kernels of a GPU read keys and values of the model's dtype alone; leave kv_dtype "
-            "at 'auto', or run on device='cpu' with another backend than 'triton'"
-        )
-    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows)
+    would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
+    spec, size = model.spec, config.block_size
+    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
+    turned = _turns(config, rows, model.device)
+    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows, turned)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
     found = None
@@ -83,6 +80,20 @@ def make_pool(
         states=kept,
     )
     return pool, found
+
+
+def _reader(backend: str, device: torch.device) -> str:
+    """What reads stored rows on ``device``, of row_formats.READERS."""
+    if device.type != "cpu" or backend == "triton":
+        return "triton"
+    return "reference" if backend == "reference" or not cpu.available() else "cpu"
+
+
+def _turns(config: EngineConfig, rows: RowFormat, device: torch.device) -> bool:
+    """Whether keys are stored in the basis of ``kv_rotate``."""
+    if config.kv_rotate and device.type != "cpu":
+        raise SaccadeError("kv_rotate=True: queries and keys are turned on a CPU alone; leave it out, or device='cpu'")
+    return rows.turned if config.kv_rotate is None else config.kv_rotate
 
 
 def _state_pool(config: EngineConfig, model: LoadedModel, memory: int, max_model_len: int) -> StatePool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.ops.slots import Slots
+
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, normed: bool
@@ -66,3 +68,32 @@ def state_space(
         outs.append((state * c[:, at, :, None]).sum(-1))
     out = torch.stack(outs, 1)
     return out if d is None else out + x * d.cpu().double()[:, None], state
+
+
+def space_inputs(sequences, tokens, heads, head_dim, groups, size, *, dtype=torch.float32, seed=0):
+    """x, dt, a, b, c, d of :func:`state_space`, and a bias of dt."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(sequences, tokens, heads, head_dim, generator=rng)
+    dt = torch.randn(sequences, tokens, heads, generator=rng)
+    b, c = torch.randn(2, sequences, tokens, groups, size, generator=rng)
+    a, d, bias = -4 * torch.rand(heads, generator=rng), *torch.randn(2, heads, generator=rng)
+    return x.to(dtype), dt, a, b.to(dtype), c.to(dtype), d, bias
+
+
+def slots_of(shape, sequences, *, device="cpu", dtype=torch.float32, apart=False, padding=()) -> Slots:
+    """Slots in no order, of a pool twice as large; ``apart``: what is read is not written."""
+    rng = torch.Generator().manual_seed(7)
+    pool = torch.randn(2 * sequences + 1, *shape, generator=rng).to(device, dtype)
+    order = torch.randperm(2 * sequences + 1, generator=rng).to(device)
+    reads = order[:sequences].clone()
+    writes = order[sequences : 2 * sequences].clone() if apart else reads.clone()
+    for at in padding:
+        reads[at] = writes[at] = -1
+    return Slots(pool, reads, writes)
+
+
+def others_untouched(before: Tensor, slots: Slots) -> None:
+    """What no sequence writes is as it was."""
+    kept = torch.ones(len(before), dtype=torch.bool, device=before.device)
+    kept[slots.writes[slots.writes >= 0]] = False
+    assert torch.equal(before[kept], slots.pool[kept])

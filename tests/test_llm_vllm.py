@@ -142,3 +142,18 @@ def test_sampling_defaults_come_from_the_checkpoint(tiny_llama, tmp_path):
     file.write_text("{")
     with make(tiny_llama, generation_config=folder) as llm, pytest.raises(ModelError, match="generation_config"):
         llm.get_default_sampling_params()
+
+
+def test_prompts_that_begin_alike_share_their_beginning_by_default(tiny_llama):
+    """As vLLM's ``enable_prefix_caching``; ``reset_prefix_cache`` gives up what is kept."""
+    with LLM(tiny_llama, dtype="float32", kv_memory="8MiB", device="cpu") as llm:
+        first, again = (llm.generate(IDS, GREEDY)[0] for _ in range(2))
+        assert tokens(first) == tokens(again)
+        assert first.report["cached_tokens"] == 0
+        assert again.report["cached_tokens"] >= llm.config.block_size
+        assert llm.pool.used_blocks > 0
+        llm.reset_prefix_cache()
+        assert llm.pool.used_blocks == 0
+        assert llm.generate(IDS, GREEDY)[0].report["cached_tokens"] == 0
+    with LLM(tiny_llama, dtype="float32", kv_memory="8MiB", device="cpu", enable_prefix_caching=False) as llm:
+        assert [llm.generate(IDS, GREEDY)[0].report["cached_tokens"] for _ in range(2)] == [0, 0]

@@ -28,6 +28,7 @@ PSA = "flexprefill+psa(epsilon=0.9)"
 
 
 def config(folder, **settings) -> EngineConfig:
+    settings.setdefault("enable_prefix_caching", False)  # blocks are counted
     return EngineConfig.of(
         model=folder, dtype="float32", kv_memory=FAR_BLOCKS * BLOCK_BYTES, prefill_chunk=64, max_requests=4, **settings
     )

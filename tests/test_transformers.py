@@ -115,6 +115,21 @@ def test_a_policy_gives_the_engines_tokens_and_reads_its_keys(folder, ours, poli
     assert report(ours)[0]["prefill"]["keys_causal"] == 3 * 300 * 301 // 2
 
 
+def test_keys_and_values_of_eight_bits_give_the_engines_tokens(tmp_path):
+    """Of a model whose keys have no bias, which the engine alone balances by; with beams, too."""
+    made = make_checkpoint("mistral", tmp_path, max_position_embeddings=1024, head_dim=16)
+    model, inputs = load(made, kv_dtype="int8", prefill_chunk=128), batch((140, 30))
+    found = model.generate(**inputs, **greedy(6), saccade="topk(k=24)")[:, 140:].tolist()
+    settings = {"dtype": "float32", "prefill_chunk": 128, "kv_memory": "32MiB", "generation_config": "none"}
+    with LLM(made, **settings, kv_dtype="int8") as llm:
+        prompts = [{"prompt_token_ids": random_ids(length, seed)} for seed, length in enumerate((140, 30))]
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        outputs = llm.generate(prompts, params, policy="topk(k=24)")
+    assert found == [output.outputs[0].token_ids for output in outputs]
+    assert runtime_of(model.config).running.pool.format.turned
+    assert model.generate(**inputs, **greedy(4), num_beams=3).shape == (2, 144)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -6,35 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
-from keeping_helpers import convolution, delta_inputs, delta_rule
+from keeping_helpers import convolution, delta_inputs, delta_rule, others_untouched, slots_of, space_inputs
 from keeping_helpers import state_space as reference
 
-from saccade.ops.slots import NewRows, Slots
+from saccade.ops.slots import NewRows
 from saccade.ops.triton import state_space
 from saccade.ops.triton.causal_conv import convolve
 from saccade.ops.triton.delta_chunks import prompt
 from saccade.ops.triton.delta_rule import step
 
 NEAR = {"atol": 2e-5, "rtol": 2e-5}
-
-
-def slots_of(shape, sequences, *, apart, padding=()):
-    """Slots in no order, of a pool twice as large; ``apart``: what is read is not written."""
-    rng = torch.Generator().manual_seed(7)
-    pool = torch.randn(2 * sequences + 1, *shape, generator=rng)
-    order = torch.randperm(2 * sequences + 1, generator=rng)
-    reads = order[:sequences].clone()
-    writes = order[sequences : 2 * sequences].clone() if apart else reads.clone()
-    for at in padding:
-        reads[at] = writes[at] = -1
-    return Slots(pool, reads, writes)
-
-
-def others_untouched(before, slots):
-    """What no sequence writes is as it was."""
-    kept = torch.ones(len(before), dtype=torch.bool)
-    kept[slots.writes[slots.writes >= 0]] = False
-    assert torch.equal(before[kept], slots.pool[kept])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 37, 64])
@@ -88,18 +69,9 @@ def test_prompts(tokens, alike):
     others_untouched(before, slots)
 
 
-def state_space_inputs(sequences, tokens, heads, head_dim, groups, size, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(sequences, tokens, heads, head_dim, generator=rng)
-    dt = torch.randn(sequences, tokens, heads, generator=rng)
-    b, c = torch.randn(2, sequences, tokens, groups, size, generator=rng)
-    a, d, bias = -4 * torch.rand(heads, generator=rng), *torch.randn(2, heads, generator=rng)
-    return x, dt, a, b, c, d, bias
-
-
 @pytest.mark.parametrize(("heads", "head_dim", "groups", "size"), [(4, 24, 2, 16), (3, 40, 1, 20)])
 def test_steps_of_state_spaces(heads, head_dim, groups, size):
-    x, dt, a, b, c, d, bias = state_space_inputs(4, 1, heads, head_dim, groups, size)
+    x, dt, a, b, c, d, bias = space_inputs(4, 1, heads, head_dim, groups, size)
     dt[0, 0, 0] = 25.0  # as good as its own softplus
     for apart in (False, True):
         slots = slots_of((heads, head_dim, size), 4, apart=apart, padding=(1,))
@@ -119,7 +91,7 @@ def test_steps_of_state_spaces(heads, head_dim, groups, size):
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 130])
 def test_prompts_of_state_spaces(tokens):
-    x, dt, a, b, c, d, _ = state_space_inputs(2, tokens, 2, 40, 1, 20, seed=tokens)
+    x, dt, a, b, c, d, _ = space_inputs(2, tokens, 2, 40, 1, 20, seed=tokens)
     times, skip = torch.nn.functional.softplus(dt), d if tokens % 2 else None
     slots = slots_of((2, 40, 20), 2, apart=tokens % 2 == 0)
     before = slots.pool.clone()

@@ -194,6 +194,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(asked.model, asked.layers)
+    decode(bench, asked.decode, asked.policies, asked.profile)
     if asked.prefill:
         bench.room(max(asked.prefill) + 64)
         bench.warm_up("dense")
@@ -204,7 +205,6 @@ def main() -> None:
             request.sequence.kv.reserve(8 * CHUNK)
             endtoend.profile(lambda: bench.step([request], CHUNK), 4)
             request.sequence.close()
-    decode(bench, asked.decode, asked.policies, asked.profile)
 
 
 def decode(bench: Bench, sizes: Sequence[str], policies: Sequence[str], profiles: bool) -> None:

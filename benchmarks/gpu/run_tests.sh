@@ -4,7 +4,7 @@ set -u
 here="$(cd "$(dirname "$0")/../../tests/gpu" && pwd)"
 logs="$(mktemp -d)"
 for file in "$here"/test_gpu_*.py; do
-    timeout 100 "${PYTHON:-python3}" -m pytest -p no:cacheprovider -q "$file" >"$logs/$(basename "$file").log" 2>&1 &
+    timeout 150 "${PYTHON:-python3}" -m pytest -p no:cacheprovider -q "$file" >"$logs/$(basename "$file").log" 2>&1 &
 done
 wait
 for log in "$logs"/*.log; do

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
+from saccade.kv.row_formats import AUTO, RowFormat
 from saccade.ops.movers import row_mover
 from saccade.selection import Blocks, Shape
 
@@ -81,11 +82,11 @@ def _make(
     return problem_of(q, k, v, copies)
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> Problem:
-    """``q`` [heads, q_len, head_dim] as the last rows over ``copies`` stored copies of ``k`` and ``v`` [kv_heads,
-    context, head_dim]."""
+def problem_of(q: Tensor, k: Tensor, v: Tensor, copies: int = 1, rows: RowFormat = AUTO) -> Problem:
+    """``q`` [heads, q_len, head_dim] as the last rows over ``copies`` copies of ``k`` and ``v`` [kv_heads, context,
+    head_dim], stored as ``rows``."""
     kv_heads, context, head_dim = k.shape
-    layout = KVFormat(k.dtype, kv_heads, head_dim)
+    layout = KVFormat(k.dtype, kv_heads, head_dim, k=rows, v=rows)
     storage = KVStorage(layout, copies * layout.blocks(context), k.device, row_mover(k.device))
     sequence = SequenceKV(BlockManager(storage, copies))
     sequence.reserve(context)

@@ -106,7 +106,8 @@ def predict(
 
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
-    llm = say_device(load(computed(config)))
+    config = computed(config)
+    llm = say_device(load(config))
     for setting in settings:
         folder = step.predict(
             data, llm, config, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
@@ -186,9 +187,10 @@ def run(
         Policy.parse(text)
     given = runner.given_by(str(config.model), longbench, haystack, corpus, allow_unknown, infinitebench)
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
+    config = computed(config)
     folders = runner.run_policies(
         data,
-        say_device(load(computed(config))),
+        say_device(load(config)),
         config,
         policy or runner.POLICIES,
         out / "results",
@@ -239,9 +241,10 @@ def target(
     Policy.parse(method)
     given = given_by(str(config.model), haystack=haystack)
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
+    config = computed(config)
     found = find_target(
         data,
-        say_device(load(computed(config))),
+        say_device(load(config)),
         config,
         method,
         option,

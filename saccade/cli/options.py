@@ -41,7 +41,13 @@ HOST = typer.Option("--kv-host", help="Host memory for what that has no room for
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
-KV_DTYPE = typer.Option("--kv-dtype", help="How keys and values are stored: auto (the model's dtype) or int8.")
+KV_DTYPE = typer.Option(
+    "--kv-dtype", help="How keys and values are stored: auto (the model's dtype), bf16, int8 (CPU) or fp8 (GPU)."
+)
+KV_ROTATE = typer.Option(
+    "--kv-rotate/--no-kv-rotate",
+    help="Turn queries and keys by Hadamard products before these are stored; by default of int8.",
+)
 CHUNK = typer.Option(
     "--prefill-chunk",
     help="Most prompt tokens computed in one step; by default 8192 on a GPU from 32 GiB on, else 4096.",
@@ -72,6 +78,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_compute": (Annotated[str, COMPUTE], "device"),
     "kv_disk": (Annotated[str | None, DISK], None),
     "kv_dtype": (Annotated[str, KV_DTYPE], "auto"),
+    "kv_rotate": (Annotated[bool | None, KV_ROTATE], None),
     "prefill_chunk": (Annotated[int | None, CHUNK], None),
     "max_token_gap": (Annotated[str | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),

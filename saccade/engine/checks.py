@@ -12,7 +12,7 @@ from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
-from saccade.models.calibration import Calibrations
+from saccade.models.calibration import OF_CHANNELS, Calibrations
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
@@ -100,11 +100,17 @@ class Checks:
         if self.pool.states is not None:
             check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
+            balanced = "" if self.model.runner.turns is None else ", or kv_rotate=False where keys have a bias"
             raise PolicyError(
                 f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
-                f"keys all alike; use '{freeze.name}(reuse=hidden)'"
+                f"keys all alike; use '{freeze.name}(reuse=hidden)'{balanced}"
             )
         for method in (policy.prefill, policy.decode):
+            if method.calibration in OF_CHANNELS and self.pool.format.turned:
+                raise PolicyError(
+                    f"'{method.text}' has learnt of channels of keys offline ('{method.calibration}'), and kv_rotate "
+                    "turns them; give kv_rotate=False, or what learns from the prompt"
+                )
             if method.calibration is not None:
                 self.calibrations.layer((method.calibration,), 0)
 

@@ -15,7 +15,7 @@ from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.compute import MODES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
-from saccade.kv.row_formats import format_called
+from saccade.kv.row_formats import check_name
 from saccade.machine import best_device, check_threads, folder_and_size, gpu_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
@@ -49,8 +49,10 @@ class EngineConfig:
     full-length sequences need; ``"profile"``: what a profiling run leaves (profiling.py).
     ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
-    as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored: ``auto``, in the model's
-    dtype; ``int8``, on a CPU, in 8 bits and a scale for each token and KV head (docs/adding-a-kv-format.md).
+    as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored (docs/tiers.md): ``auto``,
+    in the model's dtype; ``bf16``; ``int8``, on a CPU: in 8 bits and a scale for each token, KV head and 64 channels;
+    ``fp8``, on a GPU. ``kv_rotate``: whether queries and keys are turned by Hadamard products before keys are
+    stored, so that fewer of their digits are lost (models/key_turns.py); by default where ``kv_dtype`` is ``int8``.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo``, ``random`` or ``cycle``.
     ``kv_pool``: one ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison.
     ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
@@ -99,6 +101,7 @@ class EngineConfig:
     kv_host: int | float | str | None = None
     kv_disk: str | None = None
     kv_dtype: str = "auto"
+    kv_rotate: bool | None = None
     kv_replacement: str = "clock"
     kv_pool: str = "unified"
     kv_unit: str = "block"
@@ -179,7 +182,7 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
             )
-        format_called(self.kv_dtype)
+        check_name(self.kv_dtype)
         if not isinstance(self.kv_pool, str) or self.kv_pool not in POOLS:
             raise SaccadeError(f"kv_pool={shown(self.kv_pool)} is unknown; known: {', '.join(POOLS)}")
         if self.kv_pool == "per_layer" and self.kv_host is None and self.kv_disk is None:
@@ -196,9 +199,9 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_compute={self.kv_compute!r} attends KV in host memory where it lies; give kv_host, too"
             )
-        for name in ("exact", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
+        for name in ("exact", "fa4", "kv_rotate", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name in ("exact", "fa4") and value is None):
+            if not isinstance(value, bool) and not (name in ("exact", "fa4", "kv_rotate") and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
         for name in ("audit", "audit_steps", "target"):
             if name != "target" or self.target is not None:

@@ -45,6 +45,7 @@ class LayerStats:
     units: int = 0  # rules in a call, at most
     least_covered: float = 1.0
     certified: dict[str, int] = field(default_factory=dict)  # see Cost.certified
+    rounding: float | None = None  # see Cost.rounding: the greatest
     late_coverage: tuple[Tensor, Tensor] | None = None  # sum and least of what a device estimated
 
     def add(self, call: CallCount) -> None:
@@ -80,6 +81,8 @@ class LayerStats:
             self.covered += sum(estimates)
             self.estimates += len(estimates)
             self.least_covered = min(self.least_covered, *estimates)
+        if cost.rounding is not None:
+            self.rounding = cost.rounding if self.rounding is None else max(self.rounding, cost.rounding)
         for name, heads in cost.certified.items():
             self.certified[name] = self.certified.get(name, 0) + heads
 

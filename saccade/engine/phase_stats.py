@@ -58,13 +58,15 @@ class PhaseStats:
             for name, calls in more.items():
                 have[name] = have.get(name, 0) + calls
 
-    def _certified(self) -> dict[str, int] | None:
-        """(Query head, step) pairs that were certified, by what gave the bound; None where nothing asked for it."""
+    def _certified(self) -> dict[str, Any] | None:
+        """(Query head, step) pairs that were certified, by what gave the bound; None where nothing asked for it. Where
+        keys and values are rounded, ``rounding`` is what that adds at most (ops.rounding)."""
         layers = [layer.certified for layer in self.layers if layer.certified]
         if not layers:
             return None
         counts = {name: sum(layer.get(name, 0) for layer in layers) for name in ("bounds", "sample", "exact")}
-        return {"heads": sum(counts.values()), **counts}
+        rounding = [layer.rounding for layer in self.layers if layer.rounding is not None]
+        return {"heads": sum(counts.values()), **counts, **({"rounding": max(rounding)} if rounding else {})}
 
     def settle(self) -> None:
         """Take over what was counted elsewhere since the last time."""

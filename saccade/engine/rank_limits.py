@@ -19,6 +19,8 @@ LEFT_OUT: dict[str, Any] = {
     "quantize": None,
     "kv_host": None,
     "kv_disk": None,
+    "kv_dtype": "auto",
+    "kv_rotate": None,
     "max_token_gap": None,
     "audit": 0,
     "audit_steps": 0,

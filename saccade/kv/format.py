@@ -20,7 +20,8 @@ class KVFormat:
     """The layout of a block's keys, and of its values: contiguous rows [kv_heads, block_size, width].
 
     Rows of ``head_dim`` values go in and come out in ``dtype``; ``k`` and ``v`` say how keys and values are stored.
-    ``block_size``: tokens of a block, one of BLOCK_SIZES. Raises SaccadeError for a layout that does not exist.
+    ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``block_size``: tokens of a block, one of
+    BLOCK_SIZES. Raises SaccadeError for a layout that does not exist.
     """
 
     dtype: torch.dtype
@@ -29,6 +30,7 @@ class KVFormat:
     block_size: int = 32
     k: RowFormat = AUTO
     v: RowFormat = AUTO
+    turned: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:

@@ -1,9 +1,9 @@
 """How a row is stored, the values of one token's key, or value, of one KV head: the formats there are, and how torch
 reads and writes them. csrc/row_codes.h does so in C++, ops/triton/readers.py on a GPU.
 
-``int8`` has a scale for each row, so that a token is stored once and for all, whatever follows it: forks, prefixes,
-chunks of a prompt and cuts back see the same bytes. A scale for each channel of a block would fit keys better and would
-have to wait for the block's last token.
+``int8`` has scales of its own for each row, so that a token is stored once and for all, whatever follows it: forks,
+prefixes, chunks of a prompt and cuts back see the same bytes. A scale for each channel of a block would fit keys better
+and would have to wait for the block's last token.
 """
 
 from __future__ import annotations
@@ -14,13 +14,23 @@ from torch import Tensor
 from saccade.errors import SaccadeError, shown
 
 LARGEST = 127  # the greatest code
+SCALED = 64  # channels of a row of codes that share a scale
+SCALE = torch.bfloat16  # with a float's range, and codes to spare: rounded, it moves the largest by half a code at most
+READERS = {  # what reads rows, as an error calls it
+    "triton": "a GPU's kernels",
+    "cpu": "C++ kernels on a CPU",
+    "reference": "the reference backend on a CPU",
+}
 
 
 class RowFormat:
-    """Rows as they are, in their own dtype: ``auto``. ``number``: RowFormat in csrc/row_codes.h."""
+    """Rows as they are, in their own dtype: ``auto``. ``number``: RowFormat in csrc/row_codes.h. ``read_by``: backends,
+    of READERS."""
 
     name = "auto"
     number = 0
+    read_by: tuple[str, ...] = ("triton", "cpu", "reference")
+    turned = False  # whether keys are turned before (kv_rotate) where nobody says
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         """Of the tensors that hold rows of dtype ``rows``."""
@@ -42,50 +52,108 @@ class RowFormat:
         """The values of ``stored`` [..., width], in ``dtype``: [..., head_dim]."""
         return stored
 
+    def step(self, stored: Tensor) -> Tensor | None:
+        """What lies between a value and its neighbours, of which the nearest was stored: fp32 [..., head_dim]; None
+        where rows are as they were."""
+        return None
+
+
+class HalfRows(RowFormat):
+    """bfloat16 rows of a model that computes in float32; of one that computes in bfloat16 they are ``auto``."""
+
+    name = "bf16"
+    number = 2
+    read_by = "cpu", "reference"
+
+    def dtype(self, rows: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+    def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        return stored.to(dtype)
+
+    def step(self, stored: Tensor) -> Tensor | None:
+        return stored.float().abs() * 2**-7
+
 
 class Int8Rows(RowFormat):
-    """Codes from -127 to 127, and the float32 that they are multiples of: a 127th of the row's largest value, rounded
-    to the nearest code, ties to even. Rows with an infinity or a NaN read as NaN."""
+    """Codes from -127 to 127, and behind them for each 64 channels the bfloat16 that they are multiples of: a 127th of
+    the largest value. A value has the nearest code, ties to even. Channels that share a scale with an infinity or a NaN
+    read as NaN."""
 
     name = "int8"
     number = 1
+    read_by = "cpu", "reference"
+    turned = True
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.int8
 
     def width(self, head_dim: int) -> int:
-        return head_dim + torch.float32.itemsize
+        return head_dim + SCALE.itemsize * -(-head_dim // SCALED)
 
     def head_dim(self, width: int) -> int:
-        return width - torch.float32.itemsize
+        return width - SCALE.itemsize * -(-width // (SCALED + SCALE.itemsize))
 
     def encode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == torch.int8:
             return rows
-        values = rows.float()
-        scale = values.abs().amax(-1, keepdim=True) / LARGEST
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
-        codes = torch.where(scale > 0, (values / scale).round_(), 0).clamp_(-LARGEST, LARGEST).to(torch.int8)
-        return torch.cat([codes, scale.contiguous().view(torch.int8)], -1)
+        values = _scaled(rows.float())
+        scale = values.abs().amax(-1, keepdim=True).div_(LARGEST)
+        scale = torch.where(scale.isfinite(), scale, torch.nan).to(SCALE)
+        codes = values.div_(scale.float()).round_().clamp_(-LARGEST, LARGEST)
+        codes = torch.where(scale > 0, codes, 0).to(torch.int8).flatten(-2)[..., : rows.shape[-1]]
+        return torch.cat([codes, scale.flatten(-2).contiguous().view(torch.int8)], -1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         values = self.head_dim(stored.shape[-1])
-        scale = stored[..., values:].contiguous().view(torch.float32)
-        return (stored[..., :values].float() * scale).to(dtype)
+        scale = stored[..., values:].contiguous().view(SCALE).float()
+        exact = _scaled(stored[..., :values].float()).mul_(scale[..., None])
+        return exact.flatten(-2)[..., :values].to(dtype)
+
+    def step(self, stored: Tensor) -> Tensor | None:
+        values = self.head_dim(stored.shape[-1])
+        scale = stored[..., values:].contiguous().view(SCALE).float()
+        return scale.repeat_interleave(SCALED, -1)[..., :values]
+
+
+def _scaled(rows: Tensor) -> Tensor:
+    """float32 ``rows`` [..., head_dim] by channels that share a scale, as a copy: [..., scales, channels of each], 0
+    where a row has ended."""
+    channels = rows.shape[-1]
+    each = min(channels, SCALED)
+    return torch.nn.functional.pad(rows, (0, -channels % each)).unflatten(-1, (-1, each)).clone()
 
 
 AUTO: RowFormat = RowFormat()
 INT8: RowFormat = Int8Rows()
-FORMATS = {one.name: one for one in (AUTO, INT8)}
+HALF: RowFormat = HalfRows()
+FORMATS = {one.name: one for one in (AUTO, HALF, INT8)}
+NAMES = "auto", "bf16", "fp8", "int8"  # of an option kv_dtype
 
 
-def format_called(name: object) -> RowFormat:
-    """The format of this name, an option ``kv_dtype``."""
-    if not isinstance(name, str) or name not in FORMATS:
-        raise SaccadeError(f"kv_dtype={shown(name)} is unknown; known: {', '.join(FORMATS)}")
-    return FORMATS[name]
+def check_name(name: object) -> None:
+    """SaccadeError unless this is an option ``kv_dtype``."""
+    if not isinstance(name, str) or name not in NAMES:
+        raise SaccadeError(f"kv_dtype={shown(name)} is unknown; known: {', '.join(NAMES)}")
 
 
-def format_of(pool: Tensor) -> RowFormat:
-    """The format of the rows of a pool [slots, kv_heads, block_size, width]."""
-    return INT8 if pool.dtype == torch.int8 else AUTO
+def format_called(name: str, dtype: torch.dtype, backend: str) -> RowFormat:
+    """The format that ``kv_dtype=name`` stores rows of ``dtype`` in, where ``backend`` (``triton``, ``cpu`` or
+    ``reference``) reads them. SaccadeError, naming the way out, where that does not read such rows."""
+    check_name(name)
+    found = AUTO if name == "bf16" and dtype == torch.bfloat16 else FORMATS.get(name)
+    if found is None or backend not in found.read_by:
+        readers = "GPUs alone" if found is None else " and ".join(READERS[one] for one in found.read_by)
+        others = [one for one in NAMES if one in FORMATS and backend in FORMATS[one].read_by]
+        raise SaccadeError(
+            f"kv_dtype={name!r} is read by {readers}, and {READERS[backend]} would read it here; give kv_dtype="
+            + " or ".join(map(repr, others))
+        )
+    return found
+
+
+def format_of(pool: Tensor, dtype: torch.dtype) -> RowFormat:
+    """The format of the rows of a pool [slots, kv_heads, block_size, width] that give numbers of ``dtype``."""
+    if pool.dtype == torch.int8:
+        return INT8
+    return HALF if pool.dtype == torch.bfloat16 and dtype == torch.float32 else AUTO

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from saccade.kv.paged import Paged
-from saccade.kv.row_formats import format_of
 
 Blocks = tuple[Tensor, Tensor]  # keys and values
 
@@ -63,7 +62,8 @@ class RowMover(Protocol):
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     """See RowMover."""
     size, count, table = paged.format.block_size, k.shape[1], paged.block_table
-    pools = [(pool, format_of(pool).encode(rows, pool.dtype)) for pool, rows in ((paged.k, k), (paged.v, v))]
+    stored = paged.format.k.encode(k, paged.k.dtype), paged.format.v.encode(v, paged.v.dtype)
+    pools = list(zip((paged.k, paged.v), stored))
     if table.shape[0] > 1 or table.is_cuda:  # a GPU's slots are not known here, and asking for them would wait
         positions = torch.arange(start, start + count, device=table.device)
         slots = table[:, positions // size].long()  # [kv_heads or 1, t]

@@ -29,8 +29,9 @@ class SavedKV:
     def check(self, format: KVFormat, layers: int) -> None:
         """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
         differ."""
-        written = {name: self.metadata[name] for name in ("k_rows", "v_rows") if name in self.metadata}
-        for name, own in (dict.fromkeys(written, AUTO.name) | described(format, layers)).items():
+        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False}
+        written = {name: value for name, value in plain.items() if name in self.metadata}
+        for name, own in (written | described(format, layers)).items():
             if self.metadata.get(name) != own:
                 raise SaccadeError(f"saved KV has {name}={self.metadata.get(name)!r}, but this storage has {own!r}")
 
@@ -44,6 +45,7 @@ def described(format: KVFormat, layers: int) -> dict[str, Any]:
         "head_dim": format.head_dim,
         "dtype": str(format.dtype).removeprefix("torch."),
         **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
+        **({"turned": True} if format.turned else {}),
     }
 
 

@@ -10,7 +10,6 @@ from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
 from saccade.kv.paged import Paged
-from saccade.kv.row_formats import format_of
 from saccade.kv.sequence_summaries import SequenceSummaries
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
@@ -128,8 +127,9 @@ class SequenceKV:
             count == 1 and self.pool.rows == 1 and not self.pool.absent
         ):  # a decode step: the host knows its slot, and a device needs no index
             slot, offset = self.place(layer)
-            for pool, row in ((self.pool.storage.k, k), (self.pool.storage.v, v)):
-                pool.select(0, slot).select(1, offset).copy_(format_of(pool).encode(row.select(1, 0), pool.dtype))
+            storage = self.pool.storage
+            for pool, rows, row in zip((storage.k, storage.v), self._format.parts, (k, v)):
+                pool.select(0, slot).select(1, offset).copy_(rows.encode(row.select(1, 0), pool.dtype))
             self._sealed(range(layer, layer + 1), start, start + 1)
             return
         self._make_writable(layer, count)

@@ -51,6 +51,7 @@ class Cost:
     )
     notes: list[str] = field(default_factory=list)  # sentences for the request's report
     certified: dict[str, int] = field(default_factory=dict)  # query heads whose error has a bound, by what gave it
+    rounding: float | None = None  # at most what rounded keys and values add to that error
 
     def certify(self, **heads: int) -> None:
         """Count query heads whose output's error is certified: by ``bounds``, a ``sample``, or being ``exact``."""

@@ -16,6 +16,7 @@ from saccade.methods.offline import KINDS, OF_LAYERS
 from saccade.models.interface import ModelSpec
 
 FOLDER = "calibration"
+OF_CHANNELS = "channels", "skew"  # kinds that say something of single channels of keys
 
 
 def calibration_file(folder: Path, kind: str) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.interface import LayerAttention, Stopwatch
+from saccade.models.key_turns import KeyTurn
 from saccade.models.llama_kernels import (
     KernelSet,
     OwnProducts,
@@ -54,6 +55,12 @@ class LlamaDecoder:
         """What runs the layers for a pass of ``rows`` rows."""
         few, many = self._kernels
         return few if few is not None and 0 < rows <= self._most else many
+
+    def turn(self, turns: Sequence[KeyTurn] | None) -> None:
+        """Have the layers that a step runs in one call turn their queries and keys, or end it; others leave that to the
+        loop."""
+        if self._few is not None and self._few.whole is not None:
+            self._few.whole.turn(None if turns is None else [(one.query, one.key) for one in turns])
 
     @property
     def has_row_kernels(self) -> bool:

@@ -29,6 +29,7 @@ from saccade.models.interface import (
     WholeRows,
 )
 from saccade.models.keeping import KeepingLayers
+from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
@@ -61,8 +62,18 @@ class HFRunner:
         self._embedding = decoder.embed_tokens
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
+        self.turns: list[KeyTurn] | None = None
         if self.keeping is not None and fused_modules.serves(self.device):
             fused_modules.fuse(model)
+
+    def turn_keys(self, on: bool = True) -> None:
+        """Have attention given queries and keys in another basis (models.key_turns), or no longer. Keys that are stored
+        must be of the same one."""
+        self.turns = None
+        if on:
+            self.turns = [PLAIN] * self.depth if self.llama is None else turns_of(self.llama.weights)
+        if self.llama is not None:
+            self.llama.turn(self.turns)
 
     @property
     def device(self) -> torch.device:
@@ -94,9 +105,9 @@ class HFRunner:
 
     @property
     def layers_rotate_alike(self) -> bool:
-        """Whether a position has the same rotary factors in every layer, so that a key may stand for the next
-        layer's."""
-        return not (self.family.rotary_per_layer_type or self.family.some_layers_unrotated)
+        """Whether keys of a position are rotated, and turned, by the same factors in every layer, so that a key may
+        stand for the next layer's."""
+        return not (self.family.rotary_per_layer_type or self.family.some_layers_unrotated) and alike(self.turns or ())
 
     @property
     def restart_length(self) -> int | None:
@@ -155,6 +166,7 @@ class HFRunner:
                 done = True
             elif whole is not None and kernels.whole is not None and ahead is None and inputs is None:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
+        given = ctx if self.turns is None else TurnedContext(ctx)  # of modules
         pieces = None if self.keeping is None else self.keeping.pieces(states, segments, device)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if done else self.depth):
@@ -176,10 +188,12 @@ class HFRunner:
                     continue
                 rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
             if llama is None:
-                rows = self.modules.run(index, rows, where, pair, ctx, pieces)
+                rows = self.modules.run(index, rows, where, pair, given, pieces)
             else:
                 layer = llama.kernels(len(rows)).layers[index]
                 q, k, v = layer.project(rows, *pair, delta)
+                if self.turns is not None:
+                    self.turns[index].turn(q, k)
                 delta = layer.finish(rows, ctx.run(index, q, k, v, llama.attention[index]))
             if live is None:
                 hidden = rows
@@ -203,6 +217,8 @@ class HFRunner:
             part, rows, kernels = own[number]
             cos, sin = (one[part.rows] for one in rotary.layers[index])
             q, k, v = kernels.layers[index].project(rows, cos, sin, deltas[number])
+            if self.turns is not None:
+                self.turns[index].turn(q, k)
             part.begin(index, q, k, v, llama.attention[index])
 
         try:
@@ -266,8 +282,12 @@ class HFRunner:
         """What a layer hands to its attention for ``rows`` int64 [n]: [heads or kv_heads, n, head_dim]."""
         pair = rotary.rows(index, rows)
         if self.llama is not None:
-            return self.llama.project(index, hidden[rows], *pair)
-        return self.modules.project(index, hidden[rows], positions[rows], pair)
+            q, k, v = self.llama.project(index, hidden[rows], *pair)
+        else:
+            q, k, v = self.modules.project(index, hidden[rows], positions[rows], pair)
+        if self.turns is not None:
+            self.turns[index].turn(q, k)
+        return q, k, v
 
 
 def _check_rows(token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> None:

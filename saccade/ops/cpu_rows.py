@@ -123,8 +123,8 @@ def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Sequence
             f"k and v need equal strides and channels that lie together, got {k.stride()} and {v.stride()}; make both "
             "contiguous()"
         )
-    checked("k_pool", k_pool, format_of(k_pool).dtype(k.dtype))
-    checked("v_pool", v_pool, format_of(v_pool).dtype(v.dtype))
+    checked("k_pool", k_pool, format_of(k_pool, k.dtype).dtype(k.dtype))
+    checked("v_pool", v_pool, format_of(v_pool, v.dtype).dtype(v.dtype))
     head_stride, row_stride, _ = k.stride()
     rows = native.NewRows(
         k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]

@@ -46,7 +46,7 @@ def pool_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Any:
     """Keys and values of all slots, contiguous [slots, kv_heads, block_size, width] each: rows of ``dtype``, however
     they are stored."""
     slots, kv_heads, block_size, width = k.shape
-    rows = format_of(k)
+    rows = format_of(k, dtype)
     return native.Pool(
         k=k.data_ptr(),
         v=v.data_ptr(),

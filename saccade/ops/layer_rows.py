@@ -102,6 +102,16 @@ class RowLayers:
         self.layers = layers  # the kernels hold addresses of their weights
         self.native = native.DecoderLayers([layer.native for layer in layers])
         self._kinds = [(layer.rotated, *one) for layer, one in zip(layers, asked, strict=True)]
+        self._turned: list[dict[str, Any]] = [{} for _ in layers]
+        self._balances: object = None
+
+    def turn(self, balances: Sequence[tuple[Tensor | None, Tensor | None]] | None) -> None:
+        """Have queries and keys turned (row_passes.turn), layer i's by ``balances[i]``; None ends it."""
+        self._balances = balances  # the kernels hold addresses
+        self._turned = [
+            {"turned": True, "query_balance": address(query), "key_balance": address(key)}
+            for query, key in balances or ()
+        ] or [{} for _ in self.layers]
 
     def queries(self, rows: int) -> Tensor:
         """Room for a layer's queries of ``rows`` rows: [heads, rows, head_dim], rows before heads in memory."""
@@ -113,15 +123,15 @@ class RowLayers:
         head_dim], and the tensors behind it."""
         made: dict[Any, Any] = {}  # most layers have the same
         turns, kept = [], []
-        for kind, pair in zip(self._kinds, rotary, strict=True):
-            key = kind, id(pair)
+        for kind, pair, turned in zip(self._kinds, rotary, self._turned, strict=True):
+            key = kind, id(pair), *turned.values()
             turn = made.get(key)
             if turn is None:
                 rotated, scale, softcap = kind
                 own = [one.contiguous() for one in pair] if rotated else []
                 kept += own
                 places = dict(zip(("cos", "sin"), (one.data_ptr() for one in own)))
-                turn = made[key] = native.LayerTurn(**places, scale=scale, softcap=softcap or 0.0)
+                turn = made[key] = native.LayerTurn(**places, scale=scale, softcap=softcap or 0.0, **turned)
             turns.append(turn)
         return turns, kept
 

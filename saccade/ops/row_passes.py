@@ -14,8 +14,9 @@ from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.layer_weights import HeadNorms
 
-_RMS_NORM, _SILU_MUL, _ROTATE = range(3)
+_RMS_NORM, _SILU_MUL, _ROTATE, _TURN = range(4)
 _WIDTH = 16  # values are handled in whole vectors
+MOST_TURNED = 1024  # channels of a head
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -61,6 +62,17 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNor
             _torch_rotate(x[..., : cos.shape[-1]], cos[:, None], sin[:, None])
 
 
+def turn(x: Tensor, balance: Tensor | None = None) -> None:
+    """Turn heads in place: channels of ``x`` [heads, rows, head_dim], times ``balance`` (float32 [heads, head_dim], or
+    None for 1), become their products with Hadamard's matrix over the root of its size: of the greatest power of two
+    that divides head_dim, and of the channels beyond by themselves. In float32; products of two vectors that are turned
+    stay what they were."""
+    if _reads(x) and x.shape[-1] <= MOST_TURNED:
+        _run(_TURN, x, x.stride(0), x.shape[-1], None, balance, x)
+    else:
+        x.copy_(_torch_turn(x.float() if balance is None else x.float() * balance[:, None]))
+
+
 def _reads(*rows: Tensor) -> bool:
     """Whether the C++ kernels can run over these tensors: on the CPU, all float32 or all bfloat16, with rows of a
     multiple of 16 values that lie together."""
@@ -91,6 +103,17 @@ def _torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(x * cos + torch.cat((-second, first), -1) * sin)
 
 
+def _torch_turn(x: Tensor) -> Tensor:
+    """Each step pairs neighbours, and leaves their sums in front of their differences."""
+    channels = x.shape[-1]
+    size = channels & -channels
+    parts = x.unflatten(-1, (-1, size))
+    for _ in range(size.bit_length() - 1):
+        first, second = parts[..., ::2], parts[..., 1::2]
+        parts = torch.cat((first + second, first - second), -1)
+    return parts.flatten(-2) * size**-0.5
+
+
 def _run(
     op: int,
     x: Tensor,
@@ -110,7 +133,7 @@ def _run(
             storage=STORAGE[x.dtype],
             rows=x.shape[-2],
             width=width,
-            heads=x.shape[0] if op == _ROTATE else 1,
+            heads=x.shape[0] if op in (_ROTATE, _TURN) else 1,
             x=x.data_ptr(),
             row_stride=x.stride(-2),
             head_stride=head_stride,

@@ -65,7 +65,9 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
     bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
     sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
     policies = {report["policy"] for report in reports}
-    certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
+    certified = (
+        {name: (max if name == "rounding" else sum)(one[name] for one in sure) for name in sure[0]} if sure else None
+    )
     return {
         "policy": policies.pop() if len(policies) == 1 else policy,
         "policy_asked": policy,

@@ -29,9 +29,9 @@ install()
 
 def configure(model: Any, policy: PolicyLike = None, **settings: Any) -> None:
     """Choose the ``policy`` that ``model`` runs under where a call names none ("dense", or the environment's
-    SACCADE_POLICY), and settings of its KV pool and kernels: ``kv_memory``, ``kv_dtype``, ``block_size``,
-    ``prefill_chunk``, ``backend``, ``threads``, ``fa4``, each as of ``saccade.LLM``. SaccadeError for others, and for
-    settings while a cache holds keys."""
+    SACCADE_POLICY), and settings of its KV pool and kernels: ``kv_memory``, ``kv_dtype``, ``kv_rotate``,
+    ``block_size``, ``prefill_chunk``, ``backend``, ``threads``, ``fa4``, each as of ``saccade.LLM``. SaccadeError for
+    others, and for settings while a cache holds keys."""
     runtime_of(text_config(model)).set(policy, settings)
 
 

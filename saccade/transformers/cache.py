@@ -19,6 +19,7 @@ from saccade.engine.sequence import new_sequence_id
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.interface import LayerAttention
+from saccade.models.key_turns import PLAIN
 from saccade.transformers.rows import Pass, Places, Row
 from saccade.transformers.runtime import Runtime, runtime_of, text_config, usable
 
@@ -153,6 +154,10 @@ class SaccadeCache(Cache):
             if self._pass is None:
                 self._check()
                 self._pass = self._planned(q, k, mask, spec)
+            if self.runtime.run_on(q, k).pool.format.turned:
+                q, k = q.clone(), k.clone()
+                for row in range(len(q)):
+                    PLAIN.turn(q[row], k[row])
             out = self._pass.run(layer, q, k, v, spec)
             if self._pass.over:
                 self._pass.finish()

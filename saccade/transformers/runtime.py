@@ -32,7 +32,7 @@ from saccade.ops import fa4
 from saccade.pools import make_pool
 
 POLICY = "SACCADE_POLICY"  # the environment's: the policy of models that none was chosen for
-SETTINGS = ("backend", "block_size", "fa4", "kv_dtype", "kv_memory", "prefill_chunk", "threads")
+SETTINGS = ("backend", "block_size", "fa4", "kv_dtype", "kv_memory", "kv_rotate", "prefill_chunk", "threads")
 GPU_SHARE = 0.5  # of free memory, where kv_memory does not say: transformers' own tensors need the rest
 
 

@@ -58,7 +58,14 @@ TASKS = 8
 FALLEN = (Request, SequenceMemory, Stream)
 
 
-def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3, family: str = "llama") -> dict[str, Any]:
+def storm(
+    requests: int,
+    seed: int = 0,
+    rate: float = 1.0,
+    each: int = 3,
+    family: str = "llama",
+    kv_dtype: str = "auto",
+) -> dict[str, Any]:
     """Run it with ``each`` prompts and a talk of every policy that a model of ``family`` runs; what happened.
     AssertionError for what does not hold."""
     policies = [*dict.fromkeys([policy.text for policy in EVERY]), *MIXED]
@@ -71,14 +78,20 @@ def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3, family
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         checkpoint = make_checkpoint(family, Path(folder) / "model", max_position_embeddings=1024)
         quiet = LLM(
-            checkpoint, dtype="float32", kv_memory="8MiB", prefill_chunk=64, threads=1, enable_prefix_caching=False
+            checkpoint,
+            dtype="float32",
+            kv_memory="8MiB",
+            prefill_chunk=64,
+            threads=1,
+            kv_dtype=kv_dtype,
+            enable_prefix_caching=False,
         )
         policies = [one for one in policies if _runs(quiet, one)]
         asks, talks = questions(quiet, policies * each, seed)
         quiet.close()
         del quiet
         for number, (callers, exact, gap, share) in enumerate(PHASES):
-            settings: dict[str, Any] = {"exact": exact, "max_token_gap": gap, "threads": 2}
+            settings: dict[str, Any] = {"exact": exact, "max_token_gap": gap, "threads": 2, "kv_dtype": kv_dtype}
             llm = LLM(
                 checkpoint,
                 dtype="float32",
@@ -160,8 +173,9 @@ def main() -> None:
     parser.add_argument("requests", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", default="llama", help="of tests/tiny_models.py")
+    parser.add_argument("--kv-dtype", default="auto")
     chosen = parser.parse_args()
-    print(storm(chosen.requests, chosen.seed, family=chosen.family), file=sys.stdout)
+    print(storm(chosen.requests, chosen.seed, family=chosen.family, kv_dtype=chosen.kv_dtype), file=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -58,9 +58,17 @@ SEGMENT, TALKS, TURNS = 16, 4, 6
 NAMED = ("the session 'talk'", "the saved session is damaged", "another model", "prefill_chunk=")
 
 
+KV_DTYPE = "STORM_KV_DTYPE"  # the environment's, which killed processes have, too
+
+
 def open_llm(folder: Path, **options: Any) -> LLM:
     llm = LLM(
-        folder, dtype="float32", kv_memory="4MiB", prefill_chunk=32, **{"enable_prefix_caching": False, **options}
+        folder,
+        dtype="float32",
+        kv_memory="4MiB",
+        prefill_chunk=32,
+        kv_dtype=os.environ.get(KV_DTYPE, "auto"),
+        **{"enable_prefix_caching": False, **options},
     )
     if llm.sessions is not None:
         llm.sessions.segments.size = SEGMENT
@@ -370,7 +378,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", default="auto")
     options = parser.parse_args()
+    os.environ[KV_DTYPE] = options.kv_dtype
     torch.set_num_threads(1)
     logging.getLogger("saccade").setLevel(logging.ERROR)
     for what, run, count in (("kills", kills, options.kills), ("rounds", rounds, options.rounds)):

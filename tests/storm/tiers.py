@@ -36,8 +36,8 @@ from saccade import LLM
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
 from saccade.kv.host_disk import HostAndDisk
+from saccade.kv.row_formats import format_called
 
-SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 NEED = 600  # slots that two dozen callers' requests take together
 # Of the need, calling threads, who leaves first, shared prefixes, over host memory by block or KV head (and where that
 # is attended, else on the device), share of the requests.
@@ -54,6 +54,11 @@ PHASES: tuple[tuple[float, int, str, bool, str | None, float], ...] = (
 )
 
 
+def slot_bytes(kv_dtype: str) -> int:
+    rows = format_called(kv_dtype, torch.float32, "cpu")
+    return KVFormat(torch.float32, 2, 32, 32, rows, rows).block_bytes
+
+
 class DiskFaults:
     """What requests may end with when a disk fails (in place of storm.faults.Faults)."""
 
@@ -65,7 +70,7 @@ class DiskFaults:
         return f"{request} ended with {type(error).__name__}: {error}"
 
 
-def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> dict[str, Any]:
+def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dtype: str = "auto") -> dict[str, Any]:
     """Run it with ``each`` prompts and a talk of every policy; what happened. AssertionError for what does not hold."""
     policies = [*dict.fromkeys([policy.text for policy in EVERY]), *MIXED]
     torch.set_num_threads(1)
@@ -77,7 +82,13 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, head_dim=32)
         with LLM(
-            checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1, enable_prefix_caching=False
+            checkpoint,
+            dtype="float32",
+            kv_memory="16MiB",
+            prefill_chunk=64,
+            threads=1,
+            kv_dtype=kv_dtype,
+            enable_prefix_caching=False,
         ) as quiet:
             asks, talks = questions(quiet, policies * each, seed)
         for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
@@ -85,7 +96,7 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
             descriptors = len(os.listdir("/proc/self/fd"))
             slots = max(9, int(part * NEED))
             gap = 0.001 if number % 2 else None  # seconds: chunks are suspended after nearly every layer
-            with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes, gap) as llm:
+            with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes, gap, kv_dtype) as llm:
                 ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
                 _blow(llm, ledger, callers)
                 system.rate = 0
@@ -112,22 +123,25 @@ def _llm(
     replacement: str,
     prefixes: bool,
     gap: float | None,
+    kv_dtype: str,
 ) -> LLM:
     """Over a disk with that system's faults, over host memory by that unit, or over a little of it and the "disk"."""
     import saccade.pools
 
     real = saccade.pools.DiskTier, saccade.pools.HostAndDisk
     over, compute = [*(unit or "disk").split(), "device"][:2]
+    slot = slot_bytes(kv_dtype)
     behind = {"kv_host": "32MiB", "kv_unit": over, "kv_compute": compute}
     if over == "disk":
-        behind = {"kv_disk": f"{folder}/kv:32MiB"} | ({"kv_host": slots * SLOT} if unit else {})
+        behind = {"kv_disk": f"{folder}/kv:32MiB"} | ({"kv_host": slots * slot} if unit else {})
     saccade.pools.DiskTier = partial(DiskTier, system=system)  # type: ignore[assignment,misc]
     saccade.pools.HostAndDisk = partial(HostAndDisk, system=system)  # type: ignore[assignment,misc]
     try:
         return LLM(
             checkpoint,
             dtype="float32",
-            kv_memory=slots * SLOT,
+            kv_memory=slots * slot,
+            kv_dtype=kv_dtype,
             **behind,
             kv_replacement=replacement,
             enable_prefix_caching=prefixes,
@@ -160,8 +174,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requests", type=int, nargs="?", default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", default="auto")
     chosen = parser.parse_args()
-    print(f"{TASKS} tasks and up to 16 threads", storm(chosen.requests, chosen.seed), file=sys.stdout)
+    done = storm(chosen.requests, chosen.seed, kv_dtype=chosen.kv_dtype)
+    print(f"{TASKS} tasks and up to 16 threads", done, file=sys.stdout)
 
 
 if __name__ == "__main__":

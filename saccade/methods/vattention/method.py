@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from saccade.kv.row_formats import AUTO
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import Opening
 from saccade.methods.dial import Dial
@@ -19,6 +20,7 @@ from saccade.methods.options import budget_keys, require, require_budget, requir
 from saccade.methods.state import MethodState
 from saccade.methods.vattention.certified import Certifier, ValueNorms
 from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered, upper_bounds
+from saccade.ops.rounding import attention_error
 from saccade.selection import Dense, Sampled, Selection, Tokens
 from saccade.selection.forms import MOST
 
@@ -117,6 +119,7 @@ class VAttention(Method):
         if self.epsilon == 0 or middle.blocks <= heavy:
             if self.certify:
                 query.cost.certify(exact=shape.heads)
+                self._count_rounding(query)
             return Dense(shape)
         summary = query.kv.summary("minmax", size)[middle.first : middle.last]
         query.cost.estimated += middle.blocks
@@ -126,6 +129,7 @@ class VAttention(Method):
             state.follow(query.kv)
             certifier = Certifier(query, middle, heavy, self.epsilon, self.delta, self.seed)
             norms = state.bounds[:, :, middle.first : middle.last]
+            self._count_rounding(query)
             for kv_head in range(shape.kv_heads):
                 lists += certifier.choose(kv_head, upper_bounds(query, summary, kv_head), norms[:, kv_head])
         else:
@@ -145,6 +149,12 @@ class VAttention(Method):
         read = [(everything, torch.zeros(shape.k_len, device=shape.device)) if one is None else one for one in lists]
         tokens = Tokens.from_lists(shape, [positions for positions, _ in read])
         return Sampled(tokens, torch.cat([bias for _, bias in read]))
+
+    def _count_rounding(self, query: Query) -> None:
+        if query.kv.format.k is not AUTO:
+            groups = query.q[:, 0].unflatten(0, (query.shape.kv_heads, -1))
+            found = [attention_error(q, query.kv, head, query.scale) for head, q in enumerate(groups)]
+            query.cost.rounding = max(found)
 
     def _choose(
         self, query: Query, middle: Middle, heavy: int, kv_head: int, rank: Tensor

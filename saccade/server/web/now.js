@@ -90,5 +90,10 @@ async function look() {
       at("model").textContent = `${model.id}, ${whole(model.max_model_len)} tokens, by default ${model.policy}`;
       at("model").dataset.known = model.max_model_len;
     }
-  } catch (error) { at("model").textContent = error.message; delete at("model").dataset.known; before = null; }
+  } catch (error) {
+    if (error.message.includes("API key") && at("model").textContent !== error.message) document.querySelector(".settings").open = true; // it is given there
+    at("model").textContent = error.message;
+    delete at("model").dataset.known;
+    before = null;
+  }
 }

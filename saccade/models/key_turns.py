@@ -1,0 +1,86 @@
+"""The basis that queries and keys meet in (``kv_rotate``): after RoPE both are turned, so that a key's channels are of
+like size where they are rounded, and every product of a query with a key stays what it was.
+
+A Hadamard matrix spreads an outlier over all channels (QuaRot, Ashkboos et al., 2024). Where keys have a bias it is
+most of what they are, in a few pairs of channels that RoPE turns: Qwen2.5's first layer has pairs of 108 among others
+of 7. Channels of such a layer are first balanced by the sizes that the bias gives them, alike in the two halves that
+RoPE mixes: keys are divided, and queries multiplied. All that is known from the weights; nothing is fitted to data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from saccade.ops import row_passes
+
+if TYPE_CHECKING:
+    from saccade.models.interface import AttentionContext, LayerAttention
+    from saccade.models.llama_weights import LlamaWeights
+
+POWER = 0.5  # of a pair's size, by which its channels are divided
+LEAST = 1e-3  # of the greatest pair's: what smaller ones count as
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTurn:
+    """One layer's. ``query`` fp32 [heads, head_dim] and ``key`` [kv_heads, head_dim]: by what channels are multiplied
+    before they are spread, each the inverse of the other; None for 1."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+
+    def turn(self, q: Tensor, k: Tensor) -> None:
+        """Queries [heads, rows, head_dim] and keys [kv_heads, rows, head_dim], in place."""
+        row_passes.turn(q, self.query)
+        row_passes.turn(k, self.key)
+
+
+PLAIN = KeyTurn()
+
+
+def turns_of(weights: LlamaWeights) -> list[KeyTurn]:
+    """Of every layer of a model of the Llama shape."""
+    return [
+        balanced(layer.key.bias, layer.query.outputs // layer.head_dim, layer.head_dim)
+        if layer.key.bias is not None and layer.rotated and layer.head_norms is None
+        else PLAIN
+        for layer in weights.layers
+    ]
+
+
+def balanced(bias: Tensor, heads: int, head_dim: int) -> KeyTurn:
+    """Of a layer whose keys have ``bias`` [kv_heads * head_dim] and are then rotated, channel c with c + head_dim / 2.
+    A pair counts by its size, the root of its mean square, those below the head's median as that."""
+    pairs = bias.float().view(-1, 2, head_dim // 2).square().mean(1).sqrt()  # [kv_heads, head_dim / 2]
+    most = pairs.amax(1, keepdim=True)
+    if not bool((most > 0).all() and most.isfinite().all()):
+        return PLAIN
+    least = pairs.median(1, keepdim=True).values.maximum(LEAST * most)
+    size = pairs.maximum(least).pow(POWER)
+    size = (size / size.mean(1, keepdim=True)).repeat(1, 2)
+    return KeyTurn(size.repeat_interleave(heads // len(size), 0).contiguous(), size.reciprocal())
+
+
+@dataclass(frozen=True, eq=False)
+class TurnedContext:
+    """``ctx`` for layers that do not turn their queries and keys themselves."""
+
+    ctx: AttentionContext
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """See AttentionContext."""
+        PLAIN.turn(q, k)
+        return self.ctx.run(layer, q, k, v, spec)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See AttentionContext; what is stored apart was projected apart, and turned then."""
+        self.ctx.store(layer, k, v)
+
+
+def alike(turns: Sequence[KeyTurn]) -> bool:
+    """Whether all layers turn keys in the same way."""
+    return all(one is PLAIN for one in turns)
