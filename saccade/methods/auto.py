@@ -22,8 +22,8 @@ from saccade.selection.forms import MOST
 if TYPE_CHECKING:
     from saccade.methods.policy import Policy
 
-# Chosen on SmolLM2 and Qwen2.5-Coder, held on Gemma 3: KL, agreement and answers as dense's (docs/choosing.md).
-SAFE = "sampled_rows+psa"
+# By drift on SmolLM2 and Qwen2.5-Coder, and on Gemma 3, by which it was not chosen (docs/choosing.md).
+SAFE = "sampled_rows(threshold=0.0005)+psa"
 LEAST = 1024  # tokens below which nothing is left out, and nothing is timed
 SHORT_ANSWER = 16  # tokens; what a decode method learns of a context first is not made up for by fewer
 
