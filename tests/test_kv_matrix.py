@@ -10,7 +10,6 @@ from helpers import generator
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
-from saccade.errors import PolicyError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.row_formats import AUTO, HALF, INT8, RowFormat
 from saccade.methods.policy import Policy
@@ -56,10 +55,6 @@ def engines(model):
 def test_every_method_reads_what_the_codes_stand_for(engines, policy, monkeypatch):
     asked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
     ids = random_ids(150, seed=5)
-    if policy.startswith("loopserve"):
-        with pytest.raises(PolicyError, match="not served by the C\\+\\+ kernels yet"):
-            engines[1].generate(ids, asked, policy=policy)
-        return
     codes, kernels = (llm.generate(ids, asked, policy=policy)[0] for llm in engines[:2])
     monkeypatch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows))
     values = engines[2].generate(ids, asked, policy=policy)[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from saccade.engine.messages import MapOrder
 from saccade.engine.params import SamplingParams
 from saccade.engine.rank_limits import check_policy, check_request
@@ -15,7 +13,6 @@ from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
 from saccade.models.calibration import OF_CHANNELS, Calibrations
-from saccade.ops import cpu
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
@@ -71,11 +68,9 @@ class Checks:
         max_model_len: int,
         calibrations: Calibrations,
         ranks: int = 1,
-        backend: str = "auto",
     ) -> None:
         self.model, self.pool, self.max_model_len = model, pool, max_model_len
         self.calibrations, self.ranks = calibrations, ranks
-        self.backend = backend
 
     def prompt(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -111,12 +106,6 @@ class Checks:
                 f"keys all alike; use '{freeze.name}(reuse=hidden)'{balanced}"
             )
         for method in (policy.prefill, policy.decode):
-            codes = self.pool.format.k.dtype(torch.float32) == torch.int8
-            if method.name == "loopserve" and codes and cpu.available() and self.backend != "reference":
-                raise PolicyError(
-                    f"'{method.text}' over kv_dtype='int8' is not served by the C++ kernels yet; give kv_dtype='auto', "
-                    "or backend='reference'"
-                )
             if method.calibration in OF_CHANNELS and self.pool.format.turned:
                 raise PolicyError(
                     f"'{method.text}' has learnt of channels of keys offline ('{method.calibration}'), and kv_rotate "

@@ -103,7 +103,7 @@ class Engine:
             drop=self.worker.drop,
         )
         self.masks = Masks(config.grammar_seconds)
-        self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size, config.backend)
+        self.checks = Checks(model, pool, max_model_len, calibrations, config.tensor_parallel_size)
         self.automatic = Automatic(self)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.prefixes)

@@ -144,7 +144,7 @@ class Runtime:
         calibrations = Calibrations(spec, name if name.is_dir() else None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, by_fa4)
-        checks = Checks(model, pool, spec.max_position, calibrations, backend=config.backend)
+        checks = Checks(model, pool, spec.max_position, calibrations)
         return Running(config, model, pool, HostBackend(setting, cast(Any, None)), checks)
 
 
