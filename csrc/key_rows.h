@@ -47,7 +47,12 @@ SACCADE_INLINE void decode_scaled(const int8_t* codes, const Simd::F scale, int6
         for (int64_t c = 0; c < kScaled; c += 2 * kLanes) Simd::store_rows(to + c, value(c), value(c + kLanes));
         return;
     }
-    for (int64_t c = 0; c < count; c += kLanes) Simd::store_row(to + c, value(c));
+    int64_t c = 0;
+    for (; c + kLanes <= count; c += kLanes) Simd::store_row(to + c, value(c));
+    if (c == count) return;  // else heads of other numbers of channels
+    float lanes[kLanes];
+    Simd::store(lanes, scale);
+    for (; c < count; ++c) put_value(to + c, lanes[0] * static_cast<float>(codes[c]));
 }
 
 // decode_row, in vectors, of `runs` runs of `each` rows that lie side by side, the first row of run j at
@@ -66,7 +71,9 @@ __attribute__((noinline)) void decode_rows(RowFormat format, const char* pool, c
             }
             if (format == RowFormat::bf16) {
                 const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
-                for (int64_t c = 0; c < head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
+                int64_t c = 0;
+                for (; c + kLanes <= head_dim; c += kLanes) Simd::store_row(to + c, Simd::load_row(values + c));
+                for (; c < head_dim; ++c) put_value(to + c, from_half(values[c]));
                 continue;
             }
             each_scale(row, head_dim, [&](int64_t first, int64_t values, const char* scale) {

@@ -7,7 +7,7 @@ from typing import Any
 from saccade.ops import norming
 from saccade.ops.triton import causal_conv, delta_chunks, delta_rule, norms, state_space
 
-_SLOTS = {"pool": "*fp32", "reads": "*i64", "writes": "*i64"}
+_SLOTS = {"memory": "*fp32", "reads": "*i64", "writes": "*i64"}
 _ROWS = dict.fromkeys(("q", "k", "v", "beta", "solved", "weights", "out", "x", "b", "c"))
 _DELTA = {"HEADS": 48, "GROUP": 3, "D_K": 128, "K_PAD": 128}
 _SPACE = {"HEADS": 64, "GROUP": 64, "DIM": 64, "SIZE": 128, "PADDED": 128, "WIDTH": 32, "SKIPS": True}
@@ -25,7 +25,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         systems = {**chunks, "BLOCK": delta_chunks.BLOCK, "NORMED": True, "NORM": delta_rule.NORM}
         scan = {**chunks, "D_V": 128, "WIDTH": delta_chunks.WIDTH, "STAGES": delta_chunks.SCAN_STAGES}
         step = {**_DELTA, "D_V": 128, "WIDTH": delta_rule.CHANNELS, "NORMED": True, "NORM": delta_rule.NORM}
-        plain = dict.fromkeys(("rows", "weight", "bias", "out", "pool"), f"*{dtype}")
+        plain = dict.fromkeys(("rows", "weight", "bias", "out", "memory"), f"*{dtype}")
         convolving = {"KEPT": 4, "KEPT_PAD": 4, "TAPS": 4, "WIDTH": causal_conv.CHANNELS, "BIASED": True, "SILU": True}
         found += [
             (delta_chunks._systems, systems, {"num_warps": delta_chunks.SYSTEM_WARPS}),

@@ -83,7 +83,7 @@ def test_which_policies_a_server_is_made_ready_for():
     dense = Policy.parse("dense")
     assert to_warm(["auto"], dense, []) == [dense]
     assert to_warm(["auto"], dense, ["psa(*)", "lfps", "dense"]) == [dense, Policy.parse("lfps")]
-    safe = Policy.parse("sampled_rows+psa")  # what the policy auto may become
+    safe = Policy.parse("sampled_rows(threshold=0.0005)+psa")  # what the policy auto may become
     assert to_warm(["psa", "auto()"], dense, ["lfps"]) == [Policy.parse("psa"), dense, safe]
     assert to_warm(["auto"], Policy.parse("auto"), []) == [dense, safe]
     assert to_warm(["none"], dense, ["lfps"]) == []

@@ -11,7 +11,8 @@ from test_eval_infinitebench import item
 from test_eval_report import config
 from tiny_models import byte_tokenizer
 
-from saccade.eval import longbench, prose, runner
+from saccade import prose
+from saccade.eval import longbench, runner
 from saccade.eval.answer import COUNTS
 from saccade.eval.infinitebench import TASKS as INFINITEBENCH
 from saccade.eval.render import gold_answer

@@ -48,7 +48,7 @@ SOURCES = {
     "made": lambda count: Source("made", "1", ("one", "chat", "shared", "before"), made),
     "suite": lambda count: Source("suite", "7", ("single",), made),
 }
-MODEL = EngineConfig("tiny", dtype="float32", prefill_chunk=64)
+MODEL = EngineConfig("tiny", dtype="float32", prefill_chunk=64, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,13 @@ def test_interrupted_between_samples_and_limited_runs_are_prefixes(tmp_path, llm
 @pytest.mark.slow  # each process imports and loads for itself
 def test_workers_give_the_same_file(tmp_path, tiny_llama, data):
     model = EngineConfig(
-        str(tiny_llama), dtype="float32", max_model_len=700, prefill_chunk=64, kv_memory="4MiB", threads=1
+        str(tiny_llama),
+        dtype="float32",
+        max_model_len=700,
+        prefill_chunk=64,
+        kv_memory="4MiB",
+        threads=1,
+        enable_prefix_caching=False,
     )
     own = load(model)
     alone, together = (
@@ -210,7 +216,14 @@ def test_workers_give_the_same_file(tmp_path, tiny_llama, data):
 
 def test_samples_that_share_steps_give_the_same_file(tmp_path, tiny_llama, data):
     """In float32 a row does not depend on who shares its step; most of the decode steps are shared."""
-    model = EngineConfig(str(tiny_llama), dtype="float32", max_model_len=700, prefill_chunk=64, kv_memory="4MiB")
+    model = EngineConfig(
+        str(tiny_llama),
+        dtype="float32",
+        max_model_len=700,
+        prefill_chunk=64,
+        kv_memory="4MiB",
+        enable_prefix_caching=False,
+    )
     llm = load(model, together=3)
     alone = predict(data, llm, model, setting(PSA), tmp_path / "alone")
     engine, rows, step = llm.engine, [], llm.engine.step

@@ -46,6 +46,7 @@ def engines(model):
     values = LLM(model, **OPTIONS, kv_rotate=True, backend="reference")
     yield codes, kernels, values
     for llm in (codes, kernels, values):
+        llm.reset_prefix_cache()
         assert llm.engine.pool.used_blocks == 0
         llm.close()
 

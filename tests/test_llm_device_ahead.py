@@ -301,7 +301,7 @@ def test_steps_prepared_before_requests_change_nothing(engines, monkeypatch):
     assert device.prepare(pool, Policy(), 2, 1024, seconds=0.0).recorded == 1  # the one that was begun
     prepared = device.prepare(pool, Policy(), 2, 1024, seconds=600.0)
     assert (prepared.recorded, prepared.wanted) == (3, 3)
-    monkeypatch.setattr(device_prepare, "MOST", 1)
+    monkeypatch.setattr("saccade.engine.device.MOST", 1)
     most = device.prepare(pool, Policy(), 2, 2048, seconds=600.0)
     assert (most.recorded, most.wanted) == (1, 6)
     assert torch.equal(pool.storage.k.view(torch.uint8), before)

@@ -224,7 +224,17 @@ APART = [policy for policy in EVERY if why_not(policy) is None]
 
 def test_few_methods_join_heads():
     joined = {part.name for policy in EVERY if why_not(policy) for part in (policy.prefill, policy.decode)} - {"dense"}
-    assert joined == {"infllm", "arkvale", "auto", "adakv", "hshare", "random", "magicpig", "vattention", "infinigen"}
+    assert joined == {"infllm", "arkvale", "adakv", "hshare", "random", "magicpig", "vattention", "infinigen"}
+
+
+def test_auto_is_dense_unless_it_is_told_more(pair):
+    prompt = PROMPTS[0]
+    own = [llm.generate(prompt, greedy(16), policy="auto(least=1, method=lfps)")[0] for llm in pair]
+    assert [one.report["policy"] for one in own] == ["lfps", "lfps"]
+    assert own[0].outputs[0].token_ids == own[1].outputs[0].token_ids
+    offer = pair[1].engine.automatic.offer()
+    assert (offer.prefill_from, offer.decode_from) == (None, None)
+    assert "tensor_parallel_size=2" in offer.said
 
 
 @pytest.mark.parametrize("policy", APART, ids=lambda policy: policy.text)

@@ -267,7 +267,7 @@ def test_rules_of_policies(rules, policy, allowed):
         (["--api-keys", "/none"], "cannot be read"),
         (["--tls-key", "/none"], "TLS needs"),
         (["--allow-policy", "nix(*)"], "names no method"),
-        (["--tool-parser", "nix"], "known: auto, none, hermes"),
+        (["--tool-parser", "nix"], "known: auto, none, "),
         (["--log-level", "loud"], "must be debug"),
         (["--port", "99999"], "port=99999"),
         (["--deadline", "-1"], "deadline=-1"),

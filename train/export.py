@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from saccade.models.reference import vocabulary as v
 from train.model import Shape
@@ -16,7 +16,6 @@ from train.tokenizer import build_tokenizer
 
 def export(weights: dict[str, Tensor], shape: Shape, folder: Path) -> None:
     """config.json, generation_config.json, model.safetensors in bfloat16, and the tokenizer with its chat template."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -35,6 +34,12 @@ def export(weights: dict[str, Tensor], shape: Shape, folder: Path) -> None:
         dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
     )
+    write(weights, config, folder)
+
+
+def write(weights: dict[str, Tensor], config: PretrainedConfig, folder: Path) -> None:
+    """The files of :func:`export`, under ``config``."""
+    folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     GenerationConfig(bos_token_id=v.BOS, eos_token_id=v.END, pad_token_id=v.PAD, do_sample=False).save_pretrained(
         folder

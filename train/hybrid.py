@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, Lfm2Config
+from transformers import Lfm2Config
 
 from saccade.models.reference import vocabulary as v
+from train.export import write
 from train.model import Shape, _loss, _norm, _turn
-from train.tokenizer import build_tokenizer
 
 TAPS = 3
 KINDS = "conv", "full_attention"  # by turns
@@ -139,7 +138,6 @@ class Hybrid(nn.Module):
 
 def export(weights: dict[str, Tensor], shape: Shape, folder: Path) -> None:
     """config.json, generation_config.json, model.safetensors in bfloat16, and the tokenizer with its chat template."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = Lfm2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -161,10 +159,4 @@ def export(weights: dict[str, Tensor], shape: Shape, folder: Path) -> None:
         dtype="bfloat16",
         architectures=["Lfm2ForCausalLM"],
     )
-    config.save_pretrained(folder)
-    GenerationConfig(bos_token_id=v.BOS, eos_token_id=v.END, pad_token_id=v.PAD, do_sample=False).save_pretrained(
-        folder
-    )
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    build_tokenizer().save_pretrained(folder)
+    write(weights, config, folder)

@@ -102,7 +102,8 @@ def run(settings: Settings) -> Iterator[Row]:
     if settings.synthetic and min(settings.contexts) <= TAIL:
         raise SaccadeError(f"--synthetic-kv needs contexts above {TAIL} tokens, got {min(settings.contexts)}")
     stop = time.perf_counter() + settings.limit
-    llm = LLM(settings.path, max_model_len=max(settings.contexts) + settings.steps, **settings.engine)
+    own = {"enable_prefix_caching": False, **settings.engine}  # what is measured must be computed
+    llm = LLM(settings.path, max_model_len=max(settings.contexts) + settings.steps, **own)
     for context in settings.contexts:
         ids = prompt(context, llm.model.spec.vocab_size)
         made: SyntheticKV | None = None

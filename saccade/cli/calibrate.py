@@ -53,7 +53,14 @@ def calibrate(
     if keys is not None and keys < 64:
         raise RequestError(f"keys={keys} must be at least 64")
     text = None if file is None else read_text(file)
-    llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
+    llm = load_model(
+        model=model,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        prefill_chunk=prefill_chunk,
+        device=device,
+        enable_prefix_caching=False,  # whole prompts are looked at
+    )
     typer.echo(run(llm, kind, _prompt(llm, text, tokens, kind == LOCALITY), keys))
     if kind == LOCALITY:
         _, said = llm.engine.checks.located(Policy.parse("psaw"))

@@ -92,7 +92,7 @@ def demo(
         raise RequestError(f"tokens={tokens} is for --model reference; give --characters, or a --text of that length")
     if characters is not None and (model == "reference" or source is not None):
         raise RequestError(f"characters={characters} is for text made up for --model retriever, without --text")
-    llm = load_model(model=model, device=device)
+    llm = load_model(model=model, device=device, enable_prefix_caching=False)  # each policy reads for itself
     if model == "reference":
         asked, where, example = _suite_questions(facts, TOKENS if tokens is None else tokens, seed)
     else:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from saccade.machine import show_bytes
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """A model that many know: its weights, and the numbers of a token's keys and values."""
 
     name: str
@@ -23,13 +23,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape("0.5B (Qwen2.5)", 0.49e9, 24, 2, 64),
-    Shape("1.7B (Qwen3)", 2.03e9, 28, 8, 128),
-    Shape("4B (Qwen3)", 4.02e9, 36, 8, 128),
-    Shape("8B (Llama 3.1)", 8.03e9, 32, 8, 128),
-    Shape("14B (Qwen3)", 14.8e9, 40, 8, 128),
-    Shape("32B (Qwen3)", 32.8e9, 64, 8, 128),
-    Shape("70B (Llama 3.1)", 70.6e9, 80, 8, 128),
+    ModelShape("0.5B (Qwen2.5)", 0.49e9, 24, 2, 64),
+    ModelShape("1.7B (Qwen3)", 2.03e9, 28, 8, 128),
+    ModelShape("4B (Qwen3)", 4.02e9, 36, 8, 128),
+    ModelShape("8B (Llama 3.1)", 8.03e9, 32, 8, 128),
+    ModelShape("14B (Qwen3)", 14.8e9, 40, 8, 128),
+    ModelShape("32B (Qwen3)", 32.8e9, 64, 8, 128),
+    ModelShape("70B (Llama 3.1)", 70.6e9, 80, 8, 128),
 )
 BYTES = {"bfloat16": 2.0, "8 bits": 1.07, "4 bits (Q4_K_M, int4)": 0.6}  # of a weight, with scales
 LEAST_TOKENS = 8192  # of keys and values beside the weights, or it does not fit

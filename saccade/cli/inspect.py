@@ -67,6 +67,7 @@ def inspect(
         kv_memory=kv_memory,
         prefill_chunk=prefill_chunk,
         device=device,
+        enable_prefix_caching=False,  # whole prompts are looked at
     )
     if promises:
         from saccade.eval.micro import promised_against_measured, text_table

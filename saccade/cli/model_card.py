@@ -46,7 +46,14 @@ def model_card(
     if chosen not in ROLES:
         raise RequestError(f"source={chosen!r} has no roles for the card; known: {', '.join(ROLES)}")
     plan = Plan(_lengths(lengths), length, samples, prompts, seed)
-    llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
+    llm = load_model(
+        model=model,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        prefill_chunk=prefill_chunk,
+        device=device,
+        enable_prefix_caching=False,  # whole prompts are looked at
+    )
     tasks = {task.task: task for task in find_tasks([f"{chosen}:all"], lambda text: len(llm.tokenizer.encode(text)))}
     card = measure_card(
         llm,

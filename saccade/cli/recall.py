@@ -169,7 +169,14 @@ def _captured(
     if not name or name == given:
         raise SaccadeError(f"input={given!r} is unknown; write capture:MODEL, or give a --family")
     wanted = parse_layers(layers)
-    llm = load_model(model=name, dtype=dtype, device=device, threads=threads, max_model_len=max(sizes) + 1)
+    llm = load_model(
+        model=name,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        max_model_len=max(sizes) + 1,
+        enable_prefix_caching=False,
+    )
     for size in sizes:
         calls = capture(llm, _prompt(llm, task, file, size), "dense", layers=wanted)
         problems = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from saccade.errors import PolicyError
+from saccade.errors import PolicyError, shown
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
 from saccade.methods.options import require_whole
@@ -22,8 +22,8 @@ from saccade.selection.forms import MOST
 if TYPE_CHECKING:
     from saccade.methods.policy import Policy
 
-# Chosen on SmolLM2 and Qwen2.5-Coder, held on Gemma 3: KL, agreement and answers as dense's (docs/choosing.md).
-SAFE = "sampled_rows+psa"
+# By drift on SmolLM2 and Qwen2.5-Coder, and on Gemma 3, by which it was not chosen (docs/choosing.md).
+SAFE = "sampled_rows(threshold=0.0005)+psa"
 LEAST = 1024  # tokens below which nothing is left out, and nothing is timed
 SHORT_ANSWER = 16  # tokens; what a decode method learns of a context first is not made up for by fewer
 
@@ -71,7 +71,10 @@ class Auto(Method):
     def _given(self) -> Policy:
         from saccade.methods.policy import Policy
 
-        given = Policy.parse(self.method)
+        try:
+            given = Policy.parse(self.method)
+        except PolicyError as error:
+            raise PolicyError(f"method={shown(self.method)}: {error}") from None
         if given.deferred:
             raise PolicyError(f"method={self.method!r} must be a policy that reads something, not auto itself")
         if given.window is not None or given.freeze is not None:

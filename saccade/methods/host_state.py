@@ -82,7 +82,9 @@ class WholeRows(HostState):
         super().__init__(opening)
         self._method, self.upto, self._first = method, upto, self.length
         spec, count = opening.spec, method.recalled
-        self._asked = opening.kv.pool.storage.k.new_empty(spec.layers, count, spec.heads, spec.head_dim, device="cpu")
+        # As the queries are, whatever rows of keys are stored as: kernels write them here.
+        dtype = opening.kv.pool.format.dtype
+        self._asked = torch.empty(spec.layers, count, spec.heads, spec.head_dim, dtype=dtype, device="cpu")
 
     def lay_out(self) -> None:
         """Kernels need to know nothing."""

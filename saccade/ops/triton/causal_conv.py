@@ -35,7 +35,7 @@ def convolve(given: NewRows, weight: Tensor, bias: Tensor | None, silu: bool) ->
 
 @triton.jit(do_not_specialize=["tokens"])
 def _convolve(
-    rows, weight, bias, out, pool, reads, writes, channels, tokens, row_sequence, row_channel, row_token,
+    rows, weight, bias, out, memory, reads, writes, channels, tokens, row_sequence, row_channel, row_token,
     weight_channel, weight_tap, slot_size, KEPT: tl.constexpr, KEPT_PAD: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _convolve(
     real = channel < channels
     slot = tl.load(reads + sequence)
     rows += sequence * row_sequence + channel.to(tl.int64) * row_channel
-    held = pool + tl.maximum(slot, 0) * slot_size + channel * KEPT
+    held = memory + tl.maximum(slot, 0) * slot_size + channel * KEPT
     out += sequence * tokens * channels
     first = (tile == 0) & (slot >= 0)
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -81,6 +81,6 @@ def _convolve(
         )
         old_last = tl.load(held[None, :] + (KEPT + source)[:, None], mask=wanted & (source < 0)[:, None], other=0.0)
         last = tl.where((source >= 0)[:, None], last.to(tl.float32), old_last.to(tl.float32))
-        after = pool + tl.load(writes + sequence) * slot_size + channel * KEPT
+        after = memory + tl.load(writes + sequence) * slot_size + channel * KEPT
         tl.debug_barrier()  # the slot may be the one that was read
-        tl.store(after[None, :] + back[:, None], last.to(pool.dtype.element_ty), mask=wanted)
+        tl.store(after[None, :] + back[:, None], last.to(memory.dtype.element_ty), mask=wanted)

@@ -125,10 +125,10 @@ def _systems(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _scan(
-    q, k, v, beta, solved, weights, factors, out, pool, reads, writes, tokens, q_sequence, q_token, q_head, k_sequence,
-    k_token, k_head, v_sequence, v_token, v_head, beta_sequence, beta_token, beta_head, slot_size, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, D_K: tl.constexpr, K_PAD: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, beta, solved, weights, factors, out, memory, reads, writes, tokens, q_sequence, q_token, q_head,
+    k_sequence, k_token, k_head, v_sequence, v_token, v_head, beta_sequence, beta_token, beta_head, slot_size,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D_K: tl.constexpr, K_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one value head of one sequence, through all its chunks."""
     head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -136,7 +136,7 @@ def _scan(
     real, known = channel < D_V, dim < D_K
     inner = (head * D_K + dim)[:, None] * D_V + channel[None, :]
     both = known[:, None] & real[None, :]
-    state = tl.load(pool + tl.load(reads + sequence) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
+    state = tl.load(memory + tl.load(reads + sequence) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
     q += sequence * q_sequence + (head // GROUP) * q_head
     k += sequence * k_sequence + (head // GROUP) * k_head
     v += sequence * v_sequence + head * v_head
@@ -170,5 +170,5 @@ def _scan(
         tl.store(out + token[:, None] * HEADS * D_V + channel[None, :], y.to(out.dtype.element_ty), mask=shown)
         written = (new * (by_key * tl.exp(whole - total))[:, None]).to(keys.dtype)
         state = tl.dot(tl.trans(keys), written, state * tl.exp(whole), input_precision=PRECISION)
-    after = pool + tl.load(writes + sequence) * slot_size
-    tl.store(after + inner, state.to(pool.dtype.element_ty), mask=both)
+    after = memory + tl.load(writes + sequence) * slot_size
+    tl.store(after + inner, state.to(memory.dtype.element_ty), mask=both)

@@ -39,7 +39,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slots,
 
 @triton.jit
 def _step(
-    q, k, v, g, beta, out, pool, reads, writes, scale, q_sequence, q_head, k_sequence, k_head, v_sequence, v_head,
+    q, k, v, g, beta, out, memory, reads, writes, scale, q_sequence, q_head, k_sequence, k_head, v_sequence, v_head,
     g_sequence, g_head, beta_sequence, beta_head, slot_size, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, K_PAD: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
     NORM: tl.constexpr, EARLY: tl.constexpr,
@@ -53,7 +53,7 @@ def _step(
     inner = (head * D_K + dim)[:, None] * D_V + channel[None, :]
     both = known[:, None] & real[None, :]
     # What the kernel right before this one does not write: the step before has ended long ago.
-    state = tl.load(pool + tl.maximum(slot, 0) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
+    state = tl.load(memory + tl.maximum(slot, 0) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
     begin(EARLY)
     if slot < 0:
         tl.store(out + place, tl.zeros([WIDTH], out.dtype.element_ty), mask=real)
@@ -72,5 +72,5 @@ def _step(
         state += key[:, None] * delta[None, :]
         y = tl.sum(state * query[:, None], 0)
         tl.store(out + place, y.to(out.dtype.element_ty), mask=real)
-        after = pool + tl.load(writes + sequence) * slot_size
-        tl.store(after + inner, state.to(pool.dtype.element_ty), mask=both)
+        after = memory + tl.load(writes + sequence) * slot_size
+        tl.store(after + inner, state.to(memory.dtype.element_ty), mask=both)

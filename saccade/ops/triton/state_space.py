@@ -60,7 +60,7 @@ def prompt(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | N
 
 @triton.jit
 def _step(
-    x, dt, a, b, c, d, bias, out, pool, reads, writes, x_sequence, x_head, dt_sequence, dt_head, b_sequence, b_group,
+    x, dt, a, b, c, d, bias, out, memory, reads, writes, x_sequence, x_head, dt_sequence, dt_head, b_sequence, b_group,
     c_sequence, c_group, a_head, d_head, bias_head, slot_size, HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, SKIPS: tl.constexpr,
     BIASED: tl.constexpr, SOFT: tl.constexpr, EARLY: tl.constexpr,
@@ -77,7 +77,7 @@ def _step(
     else:
         inner = (head * DIM + channel)[:, None] * SIZE + place[None, :]
         both = real[:, None] & known[None, :]
-        state = tl.load(pool + slot * slot_size + inner, mask=both, other=0.0).to(tl.float32)
+        state = tl.load(memory + slot * slot_size + inner, mask=both, other=0.0).to(tl.float32)
         value = tl.load(x + sequence * x_sequence + head * x_head + channel, mask=real, other=0.0).to(tl.float32)
         group = head // GROUP
         write = tl.load(b + sequence * b_sequence + group * b_group + place, mask=known, other=0.0).to(tl.float32)
@@ -93,13 +93,13 @@ def _step(
         if SKIPS:
             y += value * tl.load(d + head * d_head).to(tl.float32)
         tl.store(target, y.to(out.dtype.element_ty), mask=real)
-        after = pool + tl.load(writes + sequence) * slot_size
-        tl.store(after + inner, state.to(pool.dtype.element_ty), mask=both)
+        after = memory + tl.load(writes + sequence) * slot_size
+        tl.store(after + inner, state.to(memory.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _scan(
-    x, dt, a, b, c, d, out, pool, reads, writes, tokens, x_sequence, x_token, x_head, dt_sequence, dt_token, dt_head,
+    x, dt, a, b, c, d, out, memory, reads, writes, tokens, x_sequence, x_token, x_head, dt_sequence, dt_token, dt_head,
     b_sequence, b_token, b_group, c_sequence, c_token, c_group, a_head, d_head, slot_size, HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, SKIPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,7 +110,7 @@ def _scan(
     real, known = channel < DIM, place < SIZE
     inner = (head * DIM + channel)[None, :] * SIZE + place[:, None]
     both = real[None, :] & known[:, None]
-    state = tl.load(pool + tl.load(reads + sequence) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
+    state = tl.load(memory + tl.load(reads + sequence) * slot_size + inner, mask=both, other=0.0).to(tl.float32)
     rate = tl.load(a + head * a_head).to(tl.float32)
     x += sequence * x_sequence + head * x_head
     dt += sequence * dt_sequence + head * dt_head
@@ -138,5 +138,5 @@ def _scan(
         tl.store(out + token[:, None] * HEADS * DIM + channel[None, :], y.to(out.dtype.element_ty), mask=shown)
         new = (values * (time * tl.exp(whole - total))[:, None]).to(write.dtype)
         state = tl.dot(tl.trans(write), new, state * tl.exp(whole), input_precision=PRECISION)
-    after = pool + tl.load(writes + sequence) * slot_size
-    tl.store(after + inner, state.to(pool.dtype.element_ty), mask=both)
+    after = memory + tl.load(writes + sequence) * slot_size
+    tl.store(after + inner, state.to(memory.dtype.element_ty), mask=both)
