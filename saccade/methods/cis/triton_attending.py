@@ -48,8 +48,8 @@ def attend_piece(
     number = _number_at(1, plain, begins, more, TILE)
     key = tl.load(ids + number, mask=number < tl.where(plain > 1, ends, upto), other=0)
     TYPE: tl.constexpr = q.dtype
-    q, rise = queries(q, k_pool)
-    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D_PAD, TYPE)
+    q, rise = queries(q, k_pool, D)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     for turn in tl.range(0, tiles):

@@ -304,7 +304,7 @@ def _score(
     channel = tl.arange(0, D_PAD)
     q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
     TYPE: tl.constexpr = q.dtype
-    q, rise = queries(q, k_pool)
+    q, rise = queries(q, k_pool, D)
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):

@@ -132,7 +132,7 @@ def _score(
             other=0.0,
         )
         TYPE: tl.constexpr = q.dtype
-        q, rise = queries(q, k_pool)
+        q, rise = queries(q, k_pool, D)
         head = row.to(tl.int64) * HEADS + program * PER + mine
         out = scores + head[:, None] * width
         hop = tl.num_programs(0) * KEYS

@@ -94,7 +94,7 @@ def _weigh(
         other=0.0,
     )
     TYPE: tl.constexpr = q.dtype
-    q, rise = queries(q, k_pool)
+    q, rise = queries(q, k_pool, D)
     hop = tl.num_programs(0) * KEYS
     after = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     key = tl.load(ids + after, mask=after < count, other=0)

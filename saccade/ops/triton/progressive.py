@@ -208,8 +208,8 @@ def _read(
         MICROBATCH,
     )  # fmt: skip
     TYPE: tl.constexpr = q.dtype
-    q, rise = queries(q, k_pool)
-    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D_PAD, TYPE)
+    q, rise = queries(q, k_pool, D)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)  # of all read
     own = tl.zeros([PER_PAD], tl.float32)  # of the microbatch at hand
     top = tl.full([PER_PAD], float("-inf"), tl.float32)

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-MORE: tl.constexpr = tl.constexpr(8)  # bytes of a coded row behind its codes, of which 4 are its scale
+MORE: tl.constexpr = tl.constexpr(8)  # bytes of an e4m3 row behind its codes, of which 4 are its scale
+SCALED: tl.constexpr = tl.constexpr(64)  # channels of an int8 row that share a scale
+ROUNDED: tl.constexpr = tl.constexpr(4)  # of which an int8 row's bytes are a multiple
 
 
 @triton.jit
@@ -36,16 +38,43 @@ def in_codes(stored, TYPE, LINES):
     """Whether products of ``LINES`` queries of ``TYPE`` multiply codes, as float16, which has them all: of coded rows,
     on GPUs that turn one into the other by an instruction. Of more lines each warp would do so with all of them; there,
     and elsewhere, :func:`load_keys` and :func:`load_values` serve."""
-    return stored == tl.uint8 and TYPE in (tl.float16, tl.bfloat16) and LINES <= 16 and cuda_capability_geq(8, 9)
+    coded = stored == tl.uint8 or stored == tl.int8
+    return coded and TYPE in (tl.float16, tl.bfloat16) and LINES <= 16 and cuda_capability_geq(8, 9)
 
 
 @triton.jit
 def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr):
     """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
-    :func:`in_codes`; else keys, and 1, of which the compiler makes nothing."""
+    :func:`in_codes`; else keys, and 1, of which the compiler makes nothing. Of int8 rows runs of channels that share a
+    scale lie one behind the other: [runs, rows, 64], and [runs, rows, 1]."""
     if in_codes(k_pool.dtype.element_ty, TYPE, LINES):
-        codes = _get(k_pool + (row * (D + MORE) + channel), channel, there, D)
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), _scales(k_pool, row, there, D)
+        if k_pool.dtype.element_ty == tl.uint8:
+            codes = _get(k_pool + (row * (D + MORE) + channel), channel, there, D)
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16), _scales(k_pool, row, there, D)
+        else:
+            RUNS: tl.constexpr = runs_of(D)
+            EACH: tl.constexpr = channel.shape[1] // RUNS
+            run = tl.arange(0, RUNS)[:, None, None]
+            channel = run * EACH + tl.arange(0, EACH)[None, None, :]
+            at = row[None] * width_of(tl.int8, D)
+            codes = _get(k_pool + (at + channel), channel, there[None], D)
+            codes = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 moved, low, high, zero;
+                mov.b32 zero, 0x64806480;
+                xor.b32 moved, $2, 0x80808080;
+                prmt.b32 low, moved, 0x64646464, 0x4140;
+                prmt.b32 high, moved, 0x64646464, 0x4342;
+                sub.f16x2 $0, low, zero;
+                sub.f16x2 $1, high, zero;
+                }""",
+                "=r,=r,r",
+                [codes],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=4,
+            )
+            return codes, _run_scales(k_pool, at, run, there[None], D)
     else:
         return _load(k_pool, row, channel, there, D, TYPE), tl.full([1, 1], 1.0, tl.float32)
 
@@ -57,28 +86,80 @@ def value_codes(
     """As :func:`key_codes`, of values, the even channels and the odd ones apart: two codes are one number of 16 bits,
     for which there are transposed copies out of shared memory. Else values, and nothing that counts."""
     if in_codes(v_pool.dtype.element_ty, TYPE, LINES):
-        pair = tl.arange(0, D_PAD // 2)[None, :]
-        at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
-        found = _get(at, pair * 2, there, D)
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 both;
-            .reg .b16 low, high;
-            prmt.b32 both, $2, 0, 0x3120;
-            mov.b32 {low, high}, both;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [found],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-        return even, odd, _scales(v_pool, row, there, D)
+        if v_pool.dtype.element_ty == tl.uint8:
+            pair = tl.arange(0, D_PAD // 2)[None, :]
+            at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
+            found = _get(at, pair * 2, there, D)
+            even, odd = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 both;
+                .reg .b16 low, high;
+                prmt.b32 both, $2, 0, 0x3120;
+                mov.b32 {low, high}, both;
+                cvt.rn.f16x2.e4m3x2 $0, low;
+                cvt.rn.f16x2.e4m3x2 $1, high;
+                }""",
+                "=r,=r,r",
+                [found],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+            return even, odd, _scales(v_pool, row, there, D)
+        else:
+            RUNS: tl.constexpr = runs_of(D)
+            EACH: tl.constexpr = D_PAD // RUNS // 2
+            run = tl.arange(0, RUNS)[:, None, None]
+            pair = run * EACH + tl.arange(0, EACH)[None, None, :]
+            at = row[None] * width_of(tl.int8, D)
+            found = _get((v_pool + at).to(tl.pointer_type(tl.uint16)) + pair, pair * 2, there[None], D)
+            even, odd = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 moved, low, high, zero;
+                mov.b32 zero, 0x64806480;
+                xor.b32 moved, $2, 0x80808080;
+                prmt.b32 low, moved, 0x64646464, 0x4240;
+                prmt.b32 high, moved, 0x64646464, 0x4341;
+                sub.f16x2 $0, low, zero;
+                sub.f16x2 $1, high, zero;
+                }""",
+                "=r,=r,r",
+                [found],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+            return even, odd, _run_scales(v_pool, at, run, there[None], D)
     else:
         none = tl.full([1, 1], 1.0, tl.float32)
         return _load(v_pool, row, channel, there, D, TYPE), none, none
+
+
+@triton.constexpr_function
+def runs_of(D):
+    """Runs of channels of an int8 row that share a scale, a power of two."""
+    runs = 1
+    while runs * SCALED.value < D:
+        runs *= 2
+    return runs
+
+
+@triton.jit
+def _run_scales(pool, at, run, there, D: tl.constexpr):
+    """Scales of int8 rows [1, rows, 1]: fp32 [runs, rows, 1]. Two are one word, which copies take at once."""
+    begin = (pool + (at + D)).to(tl.pointer_type(tl.int32)) + run // 2
+    both = _get(begin, run * SCALED, there, D)
+    return tl.where(run % 2 == 0, both << 16, both & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def width_of(stored, D):
+    """Elements of a stored row: RowFormat.width in kv/row_formats.py."""
+    if stored == tl.uint8:
+        return D + MORE.value
+    if stored == tl.int8:
+        return -(-(D + 2 * -(-D // SCALED.value)) // ROUNDED.value) * ROUNDED.value
+    return D
 
 
 @triton.jit
