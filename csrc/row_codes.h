@@ -12,8 +12,8 @@
 namespace saccade {
 
 // plain: head_dim values of the pool's storage type. int8: head_dim codes from -127 to 127, and for each 64 of them the
-// bfloat16 that they are multiples of, a 127th of the largest value; what is read is rounded to the storage type. Channels
-// among which there is an infinity or a NaN read as NaN. bf16: head_dim values rounded to bfloat16, in a pool of fp32.
+// bfloat16 that they are multiples of, a 127th of the largest value, two in a word; what is read is rounded to the storage
+// type. Channels among which there is an infinity or a NaN read as NaN. bf16: head_dim values rounded to bfloat16, in a pool of fp32.
 // fp8: head_dim codes in e4m3 and 8 bytes that begin with the fp32 that they are multiples of, the least power of two
 // from 2^-126 on by which the largest value is 448 at most; a row with an infinity or a NaN reads as NaN.
 enum class RowFormat : int { plain = 0, int8 = 1, bf16 = 2, fp8 = 3 };
@@ -25,9 +25,9 @@ constexpr int64_t kScaled = 64;  // channels that share a scale
 
 // Elements of a stored row, of which offsets into pools are made, and their bytes.
 SACCADE_INLINE int64_t row_width(RowFormat format, int64_t head_dim) {
-    const int64_t scales = (head_dim + kScaled - 1) / kScaled * static_cast<int64_t>(sizeof(uint16_t));
+    const int64_t words = (head_dim + 2 * kScaled - 1) / (2 * kScaled);
     if (format == RowFormat::fp8) return head_dim + 8;
-    return format == RowFormat::int8 ? head_dim + scales : head_dim;
+    return format == RowFormat::int8 ? head_dim + words * static_cast<int64_t>(sizeof(uint32_t)) : head_dim;
 }
 SACCADE_INLINE int64_t row_width(const Pool& p) { return row_width(p.format, p.head_dim); }
 SACCADE_INLINE int64_t element_bytes(RowFormat format, int64_t value_bytes) {
@@ -66,6 +66,8 @@ SACCADE_INLINE float nearest(float x) {
 template <class T>
 void encode_int8(const T* from, int64_t head_dim, char* row) {
     int8_t* codes = reinterpret_cast<int8_t*>(row);
+    const uint16_t none = 0;  // where a word has one scale
+    std::memcpy(row + row_width(RowFormat::int8, head_dim) - sizeof none, &none, sizeof none);
     each_scale(row, head_dim, [&](int64_t first, int64_t count, char* at) {
         float values[kScaled], largest;
         int32_t most = 0;  // of magnitudes as bits, which rise with them: loops over integers become vectors

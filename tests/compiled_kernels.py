@@ -6,6 +6,7 @@ memory, shows only here or on a GPU. Prints each kernel's shared memory in bytes
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from typing import Any
@@ -360,14 +361,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
 
 
 def coded(found: list[tuple[Any, dict[str, Any], dict[str, int]]]) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """Those that read a pool in bfloat16, over fp8 rows."""
+    """Those that read a pool in bfloat16, over int8 and fp8 rows."""
     chosen = []
-    for kernel, constants, options in found:
+    for (kernel, constants, options), stored in itertools.product(found, ("*i8", "*u8")):
         pools = [name for name in ("k_pool", "v_pool") if name in kernel.arg_names]
         pools += ["rows"] if constants.get("PAGED") else []
         copied = constants.get("tiles") or (constants.get("COPIED") and kernel.__module__ != fp8_tiles.__name__)
         if pools and not copied and constants.get("dtype") == "bf16":
-            types = {**constants.get("types", {}), **dict.fromkeys(pools, "*u8")}
+            types = {**constants.get("types", {}), **dict.fromkeys(pools, stored)}
             chosen.append((kernel, {**constants, "types": types}, options))
     return chosen
 
@@ -404,7 +405,8 @@ def main() -> int:
     target_info.current_target = hopper  # type: ignore[assignment]
     found = cases()
     for kernel, constants, options in found + coded(found):
-        kind = "fp8 rows" if "*u8" in constants.get("types", {}).values() else ""
+        stored = set(constants.get("types", {}).values())
+        kind = "fp8 rows" if "*u8" in stored else "int8 rows" if "*i8" in stored else ""
         what = f"{kernel.__name__} {constants.get('dtype', '')} {constants.get('D', '')} {kind}"
         try:
             made = compiled(kernel, constants, options)
@@ -413,7 +415,7 @@ def main() -> int:
             print(f"{what}: {type(error).__name__}: {str(error)[-300:]}", flush=True)
             continue
         failed += made.metadata.shared > SHARED
-        if kind and kernel in (decode._decode, progressive._read):  # of 136 bytes: 16 at once would not be aligned
+        if kind and kernel in (decode._decode, progressive._read):  # of 136 or 132 bytes: 16 at once would not be aligned
             wide = re.findall(r"cp\.async.* 0x10\b", made.asm["ptx"])
             failed += bool(wide)
             what += f" ({len(wide)} reads of 16 bytes)"

@@ -15,6 +15,7 @@ from saccade.errors import SaccadeError, shown
 
 LARGEST = 127  # the greatest code
 SCALED = 64  # channels of a row of codes that share a scale
+WORD = 4  # bytes that hold two scales, of which a row is a multiple: a GPU copies no fewer at once
 SCALE = torch.bfloat16  # with a float's range, and codes to spare: rounded, it moves the largest by half a code at most
 READERS = {  # what reads rows, as an error calls it
     "triton": "a GPU's kernels",
@@ -32,6 +33,7 @@ class RowFormat:
     read_by: tuple[str, ...] = ("triton", "cpu", "reference")
     turned = False  # whether keys are turned before (kv_rotate) where nobody says
     multiple = 1  # of which head_dim is one
+    coded = False  # in 8 bits each, with scales
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         """Of the tensors that hold rows of dtype ``rows``."""
@@ -83,17 +85,18 @@ class Int8Rows(RowFormat):
 
     name = "int8"
     number = 1
-    read_by = "cpu", "reference"
+    coded = True
     turned = True
+    multiple = WORD
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.int8
 
     def width(self, head_dim: int) -> int:
-        return head_dim + SCALE.itemsize * -(-head_dim // SCALED)
+        return head_dim + WORD * -(-head_dim // (2 * SCALED))
 
     def head_dim(self, width: int) -> int:
-        return width - SCALE.itemsize * -(-width // (SCALED + SCALE.itemsize))
+        return width - WORD * -(-width // (2 * SCALED + WORD))
 
     def encode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == torch.int8:
@@ -103,18 +106,22 @@ class Int8Rows(RowFormat):
         scale = torch.where(scale.isfinite(), scale, torch.nan).to(SCALE)
         codes = values.div_(scale.float()).round_().clamp_(-LARGEST, LARGEST)
         codes = torch.where(scale > 0, codes, 0).to(torch.int8).flatten(-2)[..., : rows.shape[-1]]
-        return torch.cat([codes, scale.flatten(-2).contiguous().view(torch.int8)], -1)
+        scale = torch.nn.functional.pad(scale.flatten(-2), (0, scale.shape[-2] % 2))
+        return torch.cat([codes, scale.contiguous().view(torch.int8)], -1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         values = self.head_dim(stored.shape[-1])
-        scale = stored[..., values:].contiguous().view(SCALE).float()
-        exact = _scaled(stored[..., :values].float()).mul_(scale[..., None])
+        exact = _scaled(stored[..., :values].float()).mul_(self.scales(stored)[..., None])
         return exact.flatten(-2)[..., :values].to(dtype)
+
+    def scales(self, stored: Tensor) -> Tensor:
+        """float32 [..., scales]."""
+        values = self.head_dim(stored.shape[-1])
+        return stored[..., values:].contiguous().view(SCALE)[..., : -(-values // SCALED)].float()
 
     def step(self, stored: Tensor) -> Tensor | None:
         values = self.head_dim(stored.shape[-1])
-        scale = stored[..., values:].contiguous().view(SCALE).float()
-        return scale.repeat_interleave(SCALED, -1)[..., :values]
+        return self.scales(stored).repeat_interleave(SCALED, -1)[..., :values]
 
 
 def _scaled(rows: Tensor) -> Tensor:
@@ -136,7 +143,7 @@ class Fp8Rows(RowFormat):
 
     name = "fp8"
     number = 3
-    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_fp8.py passes on a GPU
+    coded = True
     multiple = 8
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.kv.row_formats import FP8, INT8, format_of
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
@@ -131,7 +131,7 @@ MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
 
 def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
     """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
-    if format_of(pages.k, q.dtype) not in (FP8, INT8) or q.dtype == torch.float32:
+    if not format_of(pages.k, q.dtype).coded or q.dtype == torch.float32:
         return PLAIN
     if pad(lines) > 16:
         return MANY_CODES if pad(lines) > 32 else PLAIN._replace(registers=None)
@@ -184,7 +184,7 @@ def attend_decode(
     part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
     # Keys that lie side by side, whatever the list says: one look-up serves them. Of plain rows, which take longer to
     # come, looking each up costs nothing.
-    coded = format_of(pages.k, q.dtype) in (FP8, INT8)
+    coded = format_of(pages.k, q.dtype).coded
     run = min(keys, pages.k.shape[2], keys if lists is None else lists.size)
     none = pages.lengths  # unused pointers must still be pointers
     starts = None if lists is None or lists.starts is None else lists.starts.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.kv.row_formats import AUTO, FP8
+from saccade.kv.row_formats import AUTO
 from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
 from saccade.ops.triton.batched_guesses import Guesses
@@ -37,7 +37,6 @@ from saccade.selection import (
 from saccade.selection.forms import Rule
 
 MAX_HEAD_DIM = 256
-READ = (AUTO, FP8)  # formats of rows
 FEW_ROWS = 8  # up to which a call reads coded rows where they lie
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -53,7 +52,7 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
         return f"q lies on {q.device} and the keys on {paged.k.device}, its kernels run on one GPU"
     if q.dtype not in STORAGE or q.dtype != kv.dtype:
         return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {kv.dtype}"
-    if kv.format.k not in READ:
+    if kv.format.k is not AUTO and not kv.format.k.coded:
         return f"its kernels read no {kv.format.k.name} rows"
     if not paged.k.is_contiguous() or not paged.v.is_contiguous():
         return "the storage of the keys or values is not contiguous"
@@ -94,7 +93,7 @@ def attend(
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len]. The caller has checked
     :func:`serves`."""
     selection = selection.to(q.device)
-    if kv.format.k is FP8 and q.shape[1] > FEW_ROWS and not _copies(q, selection):
+    if kv.format.k.coded and q.shape[1] > FEW_ROWS and not _copies(q, selection):
         # Each tile of rows would turn codes into numbers by itself.
         kv = plain_copy(kv, selection.shape.q_start + q.shape[1])
     if isinstance(selection, Mixed):

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.kv.row_formats import FP8, format_of
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.triton.common import pad
 from saccade.ops.triton.decode import Pages, Tiles, attend_decode, pages_of
@@ -30,7 +30,7 @@ def attend_rows(
     stored; ``limits`` int32 [n * rows]: how many of its sequence's first keys a row reads, 0 for padding.
     Returns ``out`` like q and ``lse`` float32 [n * rows, heads]."""
     wide = q.shape[0] // len(pages.lengths) * q.shape[1] // pages.k.shape[1]
-    tiles = tiles or (None if pad(wide) <= FEW or format_of(pages.k, q.dtype) is FP8 else LARGE)
+    tiles = tiles or (None if pad(wide) <= FEW or format_of(pages.k, q.dtype).coded else LARGE)
     return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, tiles=tiles)
 
 

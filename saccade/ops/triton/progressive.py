@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kv.row_formats import FP8, format_of
+from saccade.kv.row_formats import format_of
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
@@ -44,7 +44,7 @@ from saccade.selection.forms import Rule
 
 MOST_KEYS = 512  # of one microbatch
 PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
-CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of fp8 rows
+CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of 8 bits
 WINDOW = 64  # published microbatches looked at in one go
 WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
@@ -101,7 +101,7 @@ def attend_progressive(
     kv_heads = pages.k.shape[1]
     units, ranked = order.shape
     group, device = heads // kv_heads, q.device
-    coded = format_of(pages.k, q.dtype) is FP8 and q.dtype != torch.float32
+    coded = format_of(pages.k, q.dtype).coded and q.dtype != torch.float32
     keys, warps, stages, registers, resident = tiles or (CODES if coded and head_dim <= 128 else PLAIN)
     ahead = -(-always.shape[1] // rule.microbatch)  # microbatches of `always`: they come first and never stop
     parts = ahead + -(-ranked // rule.microbatch)

@@ -17,8 +17,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 MORE: tl.constexpr = tl.constexpr(8)  # bytes of an e4m3 row behind its codes, of which 4 are its scale
-SCALED: tl.constexpr = tl.constexpr(64)  # channels of an int8 row that share a scale
-ROUNDED: tl.constexpr = tl.constexpr(4)  # of which an int8 row's bytes are a multiple
+SCALED: tl.constexpr = tl.constexpr(64)  # channels of an int8 row that share a scale; two scales are a word
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def width_of(stored, D):
     if stored == tl.uint8:
         return D + MORE.value
     if stored == tl.int8:
-        return -(-(D + 2 * -(-D // SCALED.value)) // ROUNDED.value) * ROUNDED.value
+        return D + 4 * -(-D // (2 * SCALED.value))
     return D
 
 
@@ -178,30 +177,76 @@ def put_stored(pool, row, channel, elements, there, WIDTH: tl.constexpr):
 def store_rows(pool, row, channel, values, there, D: tl.constexpr):
     """Write whole rows, 0 from channel ``D`` on, to where :func:`load_keys` and :func:`load_values` find them. Returns
     what these will read, of coded rows in the type of ``values``."""
-    if pool.dtype.element_ty != tl.uint8:
+    if pool.dtype.element_ty == tl.uint8:
+        return _store_e4m3(pool, row, channel, values, there, D)
+    elif pool.dtype.element_ty == tl.int8:
+        return _store_int8(pool, row, channel, values, there, D)
+    else:
         values = values.to(pool.dtype.element_ty)
         _put(pool + (row * D + channel), values, channel, there, D)
         return values
+
+
+@triton.jit
+def _store_e4m3(pool, row, channel, values, there, D: tl.constexpr):
+    wide = values.to(tl.float32)
+    size = tl.abs(wide)
+    axis: tl.constexpr = len(wide.shape) - 1
+    largest = tl.max(size, axis, keep_dims=True)
+    broken = tl.max(tl.where(size < float("inf"), 0, 1), axis, keep_dims=True) > 0
+    # 448 is 1.75 * 2^8: beyond a mantissa of 1.75 the carry takes the next power.
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    codes = _rounded(tl.where(broken, 0.0, wide * inverse))
+    scale = tl.where(broken, float("nan"), scale)
+    at = row * (D + MORE)
+    _put(pool + (at + channel), codes.to(tl.uint8), channel, there, D)
+    tail = (pool + (at + D)).to(tl.pointer_type(tl.float32))
+    if axis == 0:
+        scale = tl.sum(scale, 0)
+    tl.store(tail, scale, mask=there)
+    tl.store(tail + 1, tl.zeros(scale.shape, tl.float32) if axis else 0.0, mask=there)
+    return (_numbers(codes) * scale).to(values.dtype)
+
+
+@triton.jit
+def _store_int8(pool, row, channel, values, there, D: tl.constexpr):
+    axis: tl.constexpr = len(values.shape) - 1
+    WIDTH: tl.constexpr = values.shape[axis]
+    RUNS: tl.constexpr = runs_of(D)
+    EACH: tl.constexpr = WIDTH // RUNS
+    ROWS: tl.constexpr = values.shape[0] if axis else 1
+    wide = tl.reshape(values.to(tl.float32), [ROWS, RUNS, EACH])
+    size = tl.abs(wide)
+    largest = tl.max(size, 2, keep_dims=True)
+    broken = tl.max(tl.where(size < float("inf"), 0, 1), 2, keep_dims=True) > 0
+    bits = tl.div_rn(tl.where(broken, 0.0, largest), tl.full([ROWS, RUNS, 1], 127.0, tl.float32))
+    bits = bits.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # the nearest bfloat16
+    scale = bits.to(tl.float32, bitcast=True)
+    ratio = tl.div_rn(tl.where(broken, 0.0, wide), tl.zeros(wide.shape, tl.float32) + tl.where(bits > 0, scale, 1.0))
+    codes = (tl.minimum(tl.maximum(ratio, -127.0), 127.0) + 12582912.0) - 12582912.0
+    codes = tl.where(bits > 0, codes, 0.0)
+    bits = tl.where(broken, 0x7FC00000, bits)
+    numbers = codes * bits.to(tl.float32, bitcast=True)
+    words = tl.reshape(bits >> 16, [ROWS, RUNS])
+    run = tl.arange(0, RUNS)[None, :]
+    at = row * width_of(pool.dtype.element_ty, D)
+    if axis:
+        tail = pool + (at + D)
+        codes = tl.reshape(codes, values.shape)
+        numbers = tl.reshape(numbers, values.shape)
     else:
-        wide = values.to(tl.float32)
-        size = tl.abs(wide)
-        axis: tl.constexpr = len(wide.shape) - 1
-        largest = tl.max(size, axis, keep_dims=True)
-        broken = tl.max(tl.where(size < float("inf"), 0, 1), axis, keep_dims=True) > 0
-        # 448 is 1.75 * 2^8: beyond a mantissa of 1.75 the carry takes the next power.
-        exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        codes = _rounded(tl.where(broken, 0.0, wide * inverse))
-        scale = tl.where(broken, float("nan"), scale)
-        at = row * (D + MORE)
-        _put(pool + (at + channel), codes.to(tl.uint8), channel, there, D)
-        tail = (pool + (at + D)).to(tl.pointer_type(tl.float32))
-        if axis == 0:
-            scale = tl.sum(scale, 0)
-        tl.store(tail, scale, mask=there)
-        tl.store(tail + 1, tl.zeros(scale.shape, tl.float32) if axis else 0.0, mask=there)
-        return (_numbers(codes) * scale).to(values.dtype)
+        tail = tl.reshape(pool + (at + D) + tl.zeros([1], tl.int32), [1, 1])
+        codes = tl.reshape(codes, [WIDTH])
+        numbers = tl.reshape(numbers, [WIDTH])
+    _put(pool + (at + channel), codes.to(tl.int8), channel, there, D)
+    tail = tail.to(tl.pointer_type(tl.int16))
+    tl.store(tail + run, words.to(tl.int16), mask=there)
+    if RUNS == 1:  # the other half of a word
+        tl.store(tail + 1, tl.zeros([ROWS, 1], tl.int16), mask=there)
+    return numbers.to(values.dtype)
 
 
 @triton.constexpr_function
@@ -238,11 +283,11 @@ def _put(at, values, channel, there, D: tl.constexpr):
 
 @triton.jit
 def _load(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
-    tl.static_assert(pool.dtype.element_ty != tl.int8, "kv_dtype='int8' is read on a CPU alone")
-    CODED: tl.constexpr = pool.dtype.element_ty == tl.uint8
-    WIDTH: tl.constexpr = D + MORE if CODED else D
-    found = _get(pool + (row * WIDTH + channel), channel, there, D)
-    if CODED:
+    STORED: tl.constexpr = pool.dtype.element_ty
+    found = _get(pool + (row * width_of(STORED, D) + channel), channel, there, D)
+    if tl.int8 == STORED:
+        return (found.to(tl.float32) * _scales_at(pool, row, channel, there, D)).to(TYPE)
+    elif tl.uint8 == STORED:
         if cuda_capability_geq(8, 9):
             numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
@@ -250,6 +295,31 @@ def _load(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
         return (numbers * _scales(pool, row, there, D)).to(TYPE)
     else:
         return found
+
+
+@triton.jit
+def _scales_at(pool, row, channel, there, D: tl.constexpr):
+    """Of int8 rows, each channel's scale: fp32, of the shape that ``row`` and ``channel`` have together."""
+    begin = (pool + (row * width_of(pool.dtype.element_ty, D) + D)).to(tl.pointer_type(tl.int32))
+    first, scales = _pair(begin, there)
+    if D <= SCALED:
+        return first
+    else:
+        scales = tl.where(channel < SCALED, first, scales)
+        if D > 2 * SCALED:
+            third, fourth = _pair(begin + 1, there)
+            scales = tl.where(channel < 2 * SCALED, scales, tl.where(channel < 3 * SCALED, third, fourth))
+        return scales
+
+
+@triton.jit
+def _pair(at, there):
+    """The two bfloat16 of a word."""
+    if there is None:
+        both = tl.load(at)
+    else:
+        both = tl.load(at, mask=there, other=0)
+    return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
