@@ -405,7 +405,8 @@ def main() -> int:
     target_info.current_target = hopper  # type: ignore[assignment]
     found = cases()
     for kernel, constants, options in found + coded(found):
-        stored = set(constants.get("types", {}).values())
+        types = constants.get("types", {})
+        stored = {types.get(name) for name in ("k_pool", "v_pool", "rows")}
         kind = "fp8 rows" if "*u8" in stored else "int8 rows" if "*i8" in stored else ""
         what = f"{kernel.__name__} {constants.get('dtype', '')} {constants.get('D', '')} {kind}"
         try:
@@ -415,7 +416,10 @@ def main() -> int:
             print(f"{what}: {type(error).__name__}: {str(error)[-300:]}", flush=True)
             continue
         failed += made.metadata.shared > SHARED
-        if kind and kernel in (decode._decode, progressive._read):  # of 136 or 132 bytes: 16 at once would not be aligned
+        if kind and kernel in (
+            decode._decode,
+            progressive._read,
+        ):  # of 136 or 132 bytes: 16 at once would not be aligned
             wide = re.findall(r"cp\.async.* 0x10\b", made.asm["ptx"])
             failed += bool(wide)
             what += f" ({len(wide)} reads of 16 bytes)"

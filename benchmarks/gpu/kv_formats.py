@@ -1,7 +1,9 @@
-"""Attention over keys and values in fp8 rows beside bfloat16's: decode of everything, of blocks, of tokens and by PSA's
-rule, chunks of a prompt, and copies to host memory. Heads are an 8B Llama's; graphs are replayed on scattered blocks.
+"""Attention over keys and values in int8 and fp8 rows beside bfloat16's: decode of everything, of blocks, of tokens and
+by PSA's rule, chunks of a prompt, and copies from host memory. Heads are an 8B Llama's; graphs are replayed on scattered blocks.
 
-python benchmarks/gpu/kv_formats.py [CONTEXTxBATCH ...]
+TILES=1 tries other cuts of dense decode, too:
+
+    python benchmarks/gpu/kv_formats.py [CONTEXTxBATCH ...]
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv.host import HostTier
-from saccade.kv.row_formats import AUTO, FP8, RowFormat
+from saccade.kv.row_formats import AUTO, FORMATS, FP8, INT8, RowFormat
 from saccade.ops import Call, run
 from saccade.ops.triton import decode
 from saccade.ops.triton.decode import KeyLists, Pages, Tiles, attend_decode
@@ -29,6 +31,7 @@ from saccade.selection.forms import Rule
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 32
 WARM = bool(os.environ.get("WARM"))  # only compile, beside others
+CODED = [FORMATS[name] for name in os.environ.get("CODED", "int8,fp8").split(",")]
 SCALE = HEAD_DIM**-0.5
 TRIED = (
     decode.CODES,
@@ -74,73 +77,69 @@ def us(call: Callable[[], Any]) -> float:
     return 1e3 * float(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"))
 
 
-def compare(name: str, plain: Callable[[], Any], coded: Callable[[], Any]) -> None:
+def compare(name: str, plain: Callable[[], Any], coded: dict[str, Callable[[], Any]]) -> None:
     """Three rounds of each in turn: their medians."""
-    found = [(us(plain), us(coded)) for _ in range(1 if WARM else 3)]
-    one, two = (statistics.median(part) for part in zip(*found))
-    print(f"{name}: bf16 {one:.1f} us, fp8 {two:.1f} us, {one / two:.2f}x", flush=True)
+    found = [(us(plain), *map(us, coded.values())) for _ in range(1 if WARM else 3)]
+    one, *others = (statistics.median(part) for part in zip(*found))
+    text = ", ".join(f"{kind} {two:.1f} us, {one / two:.2f}x" for kind, two in zip(coded, others))
+    print(f"{name}: bf16 {one:.1f} us, {text}", flush=True)
 
 
 def decoding(context: int, batch: int) -> None:
-    plain, coded = (pages_of(rows, context, batch) for rows in (AUTO, FP8))
+    plain, pages = pages_of(AUTO, context, batch), {rows.name: pages_of(rows, context, batch) for rows in CODED}
     q = torch.randn(batch, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     at = f"{context} x {batch}"
-    found = []
-    for tiles in TRIED:
-        try:
-            found.append((us(lambda tiles=tiles: attend_decode(q, coded, None, scale=SCALE, tiles=tiles)), tiles))
-        except Exception as error:
-            print(f"{tiles}: {type(error).__name__}: {str(error)[:80]}")
-    for time, tiles in sorted(found, key=lambda one: one[0])[:4]:
-        print(f"   dense {at}: {time:.1f} us, {tuple(tiles)}")
-    best = min(found, key=lambda one: one[0])[1]
-    for name, tiles in (("default tiles", None), (tuple(best), best)):
-        compare(
-            f"dense {at}, {name}",
-            lambda: attend_decode(q, plain, None, scale=SCALE),
-            lambda tiles=tiles: attend_decode(q, coded, None, scale=SCALE, tiles=tiles),
-        )
-        for size in (32, 1):
-            for share in (0.02, 0.12):
-                lists = lists_of(context, batch, share, size)
-                compare(
-                    f"lists of {size}, {share:.0%}, {at}, {name}",
-                    lambda lists=lists: attend_decode(q, plain, lists, scale=SCALE),
-                    lambda lists=lists, tiles=tiles: attend_decode(q, coded, lists, scale=SCALE, tiles=tiles),
-                )
-        if best == decode.CODES:
-            break
+
+    def attend(name: str, lists: KeyLists | None) -> None:
+        def of(own: Pages) -> Callable[[], Any]:
+            return lambda: attend_decode(q, own, lists, scale=SCALE)
+
+        compare(f"{name}, {at}", of(plain), {kind: of(own) for kind, own in pages.items()})
+
+    attend("dense", None)
+    for size in (32, 1):
+        for share in (0.02, 0.12):
+            attend(f"lists of {size}, {share:.0%}", lists_of(context, batch, share, size))
     blocks, units = context // PAGE, batch * KV_HEADS
     order = torch.stack([torch.randperm(blocks - 4, device="cuda") + 2 for _ in range(units)]).to(torch.int32)
     always = torch.tensor([0, 1, blocks - 2, blocks - 1], device="cuda").int().expand(units, -1).contiguous()
     rule = Rule(0.125, 4, "min", "all")
-    compare(
-        f"PSA's rule over 1/8, {at}",
-        lambda: attend_progressive(q, plain, always, order[:, : blocks // 8], PAGE, rule, scale=SCALE),
-        lambda: attend_progressive(q, coded, always, order[:, : blocks // 8], PAGE, rule, scale=SCALE),
-    )
+
+    def by_rule(own: Pages) -> Callable[[], Any]:
+        return lambda: attend_progressive(q, own, always, order[:, : blocks // 8], PAGE, rule, scale=SCALE)
+
+    compare(f"PSA's rule over 1/8, {at}", by_rule(plain), {kind: by_rule(own) for kind, own in pages.items()})
+    for tiles in TRIED if os.environ.get("TILES") else ():
+        for kind, own in pages.items():
+            try:
+                time = us(lambda own=own, tiles=tiles: attend_decode(q, own, None, scale=SCALE, tiles=tiles))
+                print(f"   {kind}, dense {at}: {time:.1f} us, {tuple(tiles)}", flush=True)
+            except Exception as error:
+                print(f"   {kind}, {tuple(tiles)}: {type(error).__name__}: {str(error)[:80]}", flush=True)
 
 
 def prefilling(context: int, rows: int) -> None:
     q = torch.randn(HEADS, rows, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, KV_HEADS, context, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    shape, times = Shape.suffix(HEADS, KV_HEADS, rows, context), []
-    for kind in (AUTO, FP8):
-        view = KVView.from_tensors(k, v, PAGE, shuffle_seed=1, rows=kind)
-        call = Call.of(q, view, Dense(shape))
+    shape, times = Shape.suffix(HEADS, KV_HEADS, rows, context), {}
+    for kind in (AUTO, *CODED):
+        call = Call.of(q, KVView.from_tensors(k, v, PAGE, shuffle_seed=1, rows=kind), Dense(shape))
         if WARM:
             run(call)
         else:
-            times.append(triton.testing.do_bench(lambda call=call: run(call), warmup=5, rep=60, return_mode="median"))
+            times[kind.name] = triton.testing.do_bench(
+                lambda call=call: run(call), warmup=5, rep=60, return_mode="median"
+            )
     if times:
-        one, two = times
-        print(f"prefill {rows} rows of {context}: bf16 {one:.3f} ms, fp8 {two:.3f} ms, {one / two:.2f}x", flush=True)
+        one = times.pop("auto")
+        text = ", ".join(f"{kind} {two:.3f} ms, {one / two:.2f}x" for kind, two in times.items())
+        print(f"prefill {rows} rows of {context}: bf16 {one:.3f} ms, {text}", flush=True)
 
 
 def tiers() -> None:
     """Scattered blocks out of pinned host memory."""
     times = []
-    for rows in (AUTO, FP8):
+    for rows in (AUTO, INT8, FP8):
         layout = KVFormat(torch.bfloat16, KV_HEADS, HEAD_DIM, PAGE, rows, rows)
         storage, count = KVStorage(layout, 512, "cuda"), 512
         tier = HostTier(512 * layout.block_bytes, storage)
@@ -153,8 +152,11 @@ def tiers() -> None:
         torch.cuda.synchronize()
         times.append((layout.block_bytes, statistics.median(_ms(back) for _ in range(9))))
         tier.close()
-    (size, one), (less, two) = times
-    print(f"512 blocks from host memory: {size} bytes, {one:.2f} ms; fp8 {less / size:.3f}x, {one / two:.2f}x as fast")
+    (size, one), *others = times
+    text = "; ".join(
+        f"{name} {less / size:.3f}x, {one / two:.2f}x as fast" for name, (less, two) in zip(("int8", "fp8"), others)
+    )
+    print(f"512 blocks from host memory: {size} bytes, {one:.2f} ms; {text}")
 
 
 def _ms(call: Callable[[], None]) -> float:
@@ -170,6 +172,6 @@ if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     for one in sys.argv[1:] or ["131072x8", "131072x1"]:
         decoding(*map(int, one.split("x")))
-    for context, rows in ((32768, 32768), (131072, 16384), (131072, 2048), (131072, 256), (131072, 64)):
+    for context, rows in ((32768, 32768), (131072, 8192), (131072, 2048), (131072, 256), (131072, 64)):
         prefilling(context, rows)
     tiers()

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coded_rows import adversarial, rounded
 from engine_helpers import EVERY, GREEDY, tokens
-from fp8_rows import adversarial
 from gpu_helpers import BOUND
 from helpers import KINDS, generator, planted_heads, random_selection
 from test_gpu_engine import settled
@@ -28,25 +28,22 @@ from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.few_rows import attend_few
 from saccade.selection import Shape
 
+BOTH = pytest.mark.parametrize("rows", ["int8", "fp8"], indirect=True)
 
-@pytest.fixture(params=["int8", "fp8"], scope="module")
+
+@pytest.fixture(scope="module")
 def rows(request):
-    return FORMATS[request.param]
+    return FORMATS[getattr(request, "param", "int8")]
 
 
-def rounded(values, rows: RowFormat):
-    return rows.decode(rows.encode(values, rows.dtype(values.dtype)), values.dtype)
-
-
+@BOTH
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_it_stores_and_summarizes_what_torch_does(rows, dtype, head_dim):
     one = adversarial(torch.float32, head_dim).clamp(-6e4, 6e4).to("cuda", dtype)
     k, v = torch.stack([one, one.flip(0)]), torch.stack([one.roll(3, 0), one.roll(5, 0)])
-    layout, table = (
-        KVFormat(dtype, 2, head_dim, 16, rows, rows),
-        torch.tensor([[2, 0], [1, 2]], dtype=torch.int32).cuda(),
-    )
+    layout = KVFormat(dtype, 2, head_dim, 16, rows, rows)
+    table = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32).cuda()
     storages = [KVStorage(layout, 3, "cuda") for _ in range(3)]
     ours, theirs, appended = (Paged(one.k.zero_(), one.v.zero_(), table, 25, layout) for one in storages)
     pages.store(ours, 9, k, v)
@@ -85,10 +82,11 @@ def views(rows, dtype, n, head_dim, scale=1.0):
     v[1, 8:40] *= 2.0**-12
     k[:, 9] *= 30
     q, k, v = (part.to("cuda", dtype) for part in (q, k, v))
-    plain = KVView.from_tensors(rounded(k, rows).float(), rounded(v, rows).float(), 32, shuffle_seed=2)
+    plain = KVView.from_tensors(rounded(k.float(), rows), rounded(v.float(), rows), 32, shuffle_seed=2)
     return q, KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows), plain
 
 
+@BOTH
 @pytest.mark.parametrize(("dtype", "head_dim", "count"), [
     *((torch.bfloat16, 128, count) for count in (1, 3, 150, 2500)), (torch.bfloat16, 256, 1), (torch.float16, 80, 1),
     (torch.float16, 64, 2500), (torch.float32, 64, 1), (torch.float32, 64, 150),
@@ -111,6 +109,7 @@ def test_attention_over_every_selection(rows, dtype, head_dim, count):
         assert float((out.float() - want.out).norm() / want.out.norm()) < 8e-3
 
 
+@BOTH
 def test_queries_and_values_far_beyond_float16(rows):
     """Products are of float16; scales are not."""
     for factor in (1e-6, 1e6):
@@ -136,7 +135,12 @@ def engines(folder, rows):
     return [LLM(folder, device=device, **options) for device in ("cpu", "cuda")]
 
 
-@pytest.mark.parametrize("policy", map(settled, EVERY), ids=lambda policy: policy.text)
+@pytest.mark.parametrize(
+    ("rows", "policy"),
+    [(kind, settled(policy)) for kind, some in (("int8", EVERY), ("fp8", EVERY[:2])) for policy in some],
+    indirect=["rows"],
+    ids=lambda one: getattr(one, "text", one),
+)
 def test_tokens_equal_those_of_the_cpu(engines, policy):
     prompt = random_ids(400, seed=5)
     on_cpu, on_gpu = (engine.generate(prompt, GREEDY, policy=policy)[0] for engine in engines)
@@ -162,7 +166,11 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize("policy", HALVES)
+@pytest.mark.parametrize(
+    ("rows", "policy"),
+    [("int8", one) for one in HALVES] + [("fp8", "psa(epsilon=0.2, block_size=16)")],
+    indirect=["rows"],
+)
 def test_a_model_in_bfloat16_answers_as_from_a_plain_pool_of_the_values(folder, rows, policy, monkeypatch):
     """Until answers part, log-probabilities are the same but for bfloat16's rounding."""
     prompt = random_ids(700, seed=5)

@@ -1,4 +1,4 @@
-"""What the tests of fp8 rows share, on a CPU and on a GPU."""
+"""What the tests of rows in 8 bits share, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import torch
 from helpers import generator
 
-from saccade.kv.row_formats import FP8
+from saccade.kv.row_formats import RowFormat
 
 
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    return FP8.decode(FP8.encode(rows, torch.uint8), rows.dtype)
+def rounded(values: torch.Tensor, rows: RowFormat) -> torch.Tensor:
+    return rows.decode(rows.encode(values, rows.dtype(values.dtype)), values.dtype)
 
 
 def adversarial(dtype: torch.dtype, head_dim: int = 64) -> torch.Tensor:

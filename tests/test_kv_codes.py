@@ -1,4 +1,4 @@
-"""Keys and values in e4m3, on a GPU and on a CPU: what is stored, and that all that reads it computes what it does of
+"""Keys and values in e4m3, and in int8 on a GPU: what is stored, and that all that reads it computes what it does of
 the values that the codes stand for, held in a plain pool. Kernels of a GPU run in Triton's interpreter."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from coded_rows import adversarial, rounded
 from device_helpers import put_on_device
 from engine_helpers import GREEDY, tokens
-from fp8_rows import adversarial, rounded
 from helpers import KINDS, generator, planted_heads, random_selection
 from tiny_models import make_checkpoint, random_ids
 
@@ -33,10 +33,11 @@ from saccade.ops.triton.few_rows import attend_few
 from saccade.ops.triton.line_sums import token_sums
 from saccade.ops.truth import by_torch as truth_by_torch
 from saccade.ops.truth import group_truth
-from saccade.selection import Dense, Shape
+from saccade.selection import Shape
 
 DTYPES = torch.float32, torch.bfloat16
 CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+BOTH = pytest.mark.parametrize("rows", [INT8, FP8], ids=lambda rows: rows.name)
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
 
@@ -82,13 +83,14 @@ def test_cpp_stores_the_same_bytes(dtype):
         assert not pool[[0, 2]].any()
 
 
+@BOTH
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_gpu_stores_the_same_bytes_and_reads_them(dtype, head_dim):
-    rows = adversarial(torch.float32, head_dim).clamp(-6e4, 6e4).to(dtype)
-    k = torch.stack([rows, rows.flip(0)])
-    v = torch.stack([rows.roll(3, 0), rows.roll(5, 0)])
-    layout = KVFormat(dtype, 2, head_dim, 16, FP8, FP8)
+def test_a_gpu_stores_the_same_bytes_and_reads_them(rows, dtype, head_dim):
+    one = adversarial(torch.float32, head_dim).clamp(-6e4, 6e4).to(dtype)
+    k = torch.stack([one, one.flip(0)])
+    v = torch.stack([one.roll(3, 0), one.roll(5, 0)])
+    layout = KVFormat(dtype, 2, head_dim, 16, rows, rows)
     table = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
     ours, theirs = (KVStorage(layout, 3) for _ in range(2))
     paged = []
@@ -98,23 +100,26 @@ def test_a_gpu_stores_the_same_bytes_and_reads_them(dtype, head_dim):
         paged.append(Paged(storage.k, storage.v, table, 25, layout))
     pages.store(paged[0], 9, k, v)
     by_torch.store(paged[1], 9, k, v)
-    assert torch.equal(ours.k, theirs.k)
-    assert torch.equal(ours.v, theirs.v)
+    for one, other in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        assert torch.equal(one[..., :head_dim], other[..., :head_dim])  # a scale may be any that is not a number
+        assert torch.equal(*(rows.decode(part, torch.float32).nan_to_num(7) for part in (one, other)))
+        finite = other[..., head_dim:].contiguous().view(torch.bfloat16).isfinite()
+        assert torch.equal(*(part[..., head_dim:].contiguous().view(torch.int16)[finite] for part in (one, other)))
     stored = pages.gather(ours.k, table, 9, 25)
-    assert torch.equal(stored, FP8.encode(k, torch.uint8))
+    assert torch.equal(stored, by_torch.gather(ours.k, table, 9, 25))
     read = pages.gather(ours.k, table, 9, 25, dtype)
-    assert torch.equal(read.nan_to_num(7), rounded(k).nan_to_num(7))
+    assert torch.equal(read.nan_to_num(7), rounded(k, rows).nan_to_num(7))
     pages.store(paged[0], 2, stored[:, 4:11], stored[:, 4:11])  # as it is stored
     assert torch.equal(by_torch.gather(ours.v, table, 2, 9), stored[:, 4:11])
 
 
-def views(dtype: torch.dtype, n: int, head_dim: int = 64, heads: int = 8, kv_heads: int = 2):
+def views(dtype: torch.dtype, n: int, head_dim: int = 64, heads: int = 8, kv_heads: int = 2, rows: RowFormat = FP8):
     """Queries, and views of codes and of the values that these stand for, in scattered blocks."""
     q, k, v = (part.to(dtype) for part in planted_heads(heads, kv_heads, n, head_dim, seed=n))
     v[:, 5] *= 40
     k[:, 9] *= 2.0**-14
-    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=FP8)
-    plain = KVView.from_tensors(rounded(k), rounded(v), 32, shuffle_seed=2)
+    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows)
+    plain = KVView.from_tensors(rounded(k, rows), rounded(v, rows), 32, shuffle_seed=2)
     return q, coded, plain
 
 
@@ -155,26 +160,29 @@ def test_kernels_of_a_cpu_compute_what_they_do_of_the_values(dtype):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(48, marks=pytest.mark.thorough)])
-def test_attention_of_a_gpu_computes_what_it_does_of_the_values(head_dim):
+@pytest.mark.parametrize(("rows", "head_dim"), [
+    (INT8, 80), (FP8, 64), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((INT8, 64), (FP8, 48))),
+])  # fmt: skip
+def test_attention_of_a_gpu_computes_what_it_does_of_the_values(rows, head_dim):
     n, rng = 150, generator(0)
-    q, coded, plain = views(torch.float32, n, head_dim, heads=4)
-    for rows in (1, 70):
-        shape = Shape.suffix(4, 2, rows, n)
-        for kind in KINDS if rows == 1 else KINDS[:6]:
+    q, coded, plain = views(torch.float32, n, head_dim, heads=4, rows=rows)
+    for count in (1, 70):
+        shape = Shape.suffix(4, 2, count, n)
+        for kind in KINDS if count == 1 else KINDS[:6]:
             selection = random_selection(kind, shape, 2, rng)
-            ours, theirs = (run(Call.of(q[:, -rows:], view, selection), "triton") for view in (coded, plain))
+            ours, theirs = (run(Call.of(q[:, -count:], view, selection), "triton") for view in (coded, plain))
             torch.testing.assert_close(ours.out, theirs.out, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.lse, theirs.lse, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(*(attend_few(q[:, -3:], [view], scale=0.1) for view in (coded, plain))):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_what_chooses_on_a_gpu_reads_the_values_too():
+@pytest.mark.parametrize("rows", [INT8, pytest.param(FP8, marks=pytest.mark.thorough)], ids=lambda rows: rows.name)
+def test_what_chooses_on_a_gpu_reads_the_values_too(rows):
     n, scale = 150, 0.125
-    q, coded, plain = views(torch.float32, n, 32, heads=4)
+    q, coded, plain = views(torch.float32, n, 32, heads=4, rows=rows)
     shape, active = Shape.suffix(4, 2, 70, n), torch.ones(4, dtype=torch.bool)
-    rows, last = torch.tensor([3, 40, 69]), q[:, -70:]
+    some, last = torch.tensor([3, 40, 69]), q[:, -70:]
 
     def pooled(view: KVView) -> torch.Tensor:
         means = view.summary("mean", 64)[:, 0]
@@ -189,7 +197,7 @@ def test_what_chooses_on_a_gpu_reads_the_values_too():
         lambda view: block_sums.line_sums(last, view, shape, 64, scale),
         lambda view: [antidiagonals.shares(last, view, shape, 8, 64, scale)],
         lambda view: [row_shares.shares(last, view, shape, 4, 64, scale)],
-        lambda view: [row_weights.row_weights(last, view, shape, range(1, 3), rows, scale)],
+        lambda view: [row_weights.row_weights(last, view, shape, range(1, 3), some, scale)],
         lambda view: [energies(last, view, shape, 64, scale)],
         lambda view: [pooled(view)],
         packed,
@@ -201,8 +209,9 @@ def test_what_chooses_on_a_gpu_reads_the_values_too():
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
-def test_a_block_that_new_rows_fill_is_summarized_as_it_is_stored():
-    rng, layout = generator(1), KVFormat(torch.float32, 2, 32, 16, FP8, FP8)
+@BOTH
+def test_a_block_that_new_rows_fill_is_summarized_as_it_is_stored(rows):
+    rng, layout = generator(1), KVFormat(torch.float32, 2, 32, 16, rows, rows)
     k, v = torch.randn(2, 2, 32, 32, generator=rng)
     storage, table = KVStorage(layout, 2), torch.tensor([[1, 0]], dtype=torch.int32)
     paged = Paged(storage.k, storage.v, table, 32, layout)
@@ -213,13 +222,14 @@ def test_a_block_that_new_rows_fill_is_summarized_as_it_is_stored():
     assert at.head_dim == 32
     append_rows(k[:, 31][None], v[:, 31][None], at, kept)
     view = KVView(paged)
-    assert torch.equal(view.stored()[0], FP8.encode(k, torch.uint8))
-    assert torch.equal(view.stored()[1], FP8.encode(v, torch.uint8))
+    for part, values in zip(view.stored(), (k, v)):
+        assert torch.equal(part, rows.encode(values, part.dtype))
     assert torch.equal(made[1], view.summary("cuboid", 16)[1])
 
 
-def test_blocks_of_host_memory_are_read_where_they_lie():
-    q, coded, _ = views(torch.float32, 150, 32, heads=4)
+@BOTH
+def test_blocks_of_host_memory_are_read_where_they_lie(rows):
+    q, coded, _ = views(torch.float32, 150, 32, heads=4, rows=rows)
     own = coded.paged()
     row = own.k.shape[-1]
     room = torch.zeros(own.k.numel() * 2 + 2 * row, dtype=torch.uint8)
@@ -227,7 +237,7 @@ def test_blocks_of_host_memory_are_read_where_they_lie():
     for number, pool in enumerate((own.k, own.v)):
         start = number * (pool.numel() + row)
         start += (pool.data_ptr() - room.data_ptr() - start) % row
-        halves.append(room[start : start + pool.numel()].view(pool.shape))
+        halves.append(room[start : start + pool.numel()].view(pool.dtype).view(pool.shape))
         halves[-1].copy_(pool)
     tables = own.block_table.clone()[None]
     tables[..., 1::2] = -1 - tables[..., 1::2]
@@ -238,7 +248,7 @@ def test_blocks_of_host_memory_are_read_where_they_lie():
         own.k[slot] = 0x7F
         own.v[slot] = 0x7F
     far = attend_decode(q[:, -1][None], away, None, scale=0.1)[0]
-    whole = KVView.from_tensors(*(FP8.decode(part, torch.float32) for part in _values_of(halves, coded)), 32)
+    whole = KVView.from_tensors(*(rows.decode(part, torch.float32) for part in _values_of(halves, coded)), 32)
     near = attend_decode(q[:, -1][None], pages_of([whole]), None, scale=0.1)[0]
     torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-5)
     some = key_lists(random_selection("tokens", Shape.suffix(4, 2, 1, 150), 2, generator(0)))
@@ -288,16 +298,20 @@ THOROUGH = [
 ]
 
 
-def answers(model, policies, monkeypatch, values: bool = False, **options):
-    """Tokens and log-probabilities of each policy; ``values``: from plain pools of what codes stand for."""
+def answers(model, policies, monkeypatch, values: RowFormat | None = None, **options):
+    """Tokens and log-probabilities of each policy; ``values``: from plain pools of what codes of it stand for."""
     ids = random_ids(100, seed=5)
     asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     with monkeypatch.context() as patch, LLM(model, **OPTIONS, **options) as llm:
-        if values:
+        if values is not None:
             store = device_attention.append_rows
-            patch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows))
+
+            def append(k, v, *rest):
+                store(rounded(k, values), rounded(v, values), *rest)
+
+            patch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows, values))
             patch.setattr(cpu_rows, "stores", lambda *rest: False)
-            patch.setattr(device_attention, "append_rows", lambda k, v, *rest: store(rounded(k), rounded(v), *rest))
+            patch.setattr(device_attention, "append_rows", append)
         put_on_device(llm)
         done = [llm.generate(ids, asked, policy=policy)[0] for policy in policies]
         for policy, one in zip(policies, done):
@@ -306,22 +320,24 @@ def answers(model, policies, monkeypatch, values: bool = False, **options):
         return [(tokens(one), one.outputs[0].cumulative_logprob) for one in done]
 
 
-def check_recorded(model, policies, monkeypatch) -> None:
-    codes = answers(model, policies, monkeypatch, kv_dtype="fp8")
-    plain = answers(model, policies, monkeypatch, values=True)
+def check_recorded(model, policies, rows, monkeypatch) -> None:
+    codes = answers(model, policies, monkeypatch, kv_dtype=rows.name, kv_rotate=rows.turned)
+    plain = answers(model, policies, monkeypatch, values=rows, kv_rotate=rows.turned)
     for policy, ours, theirs in zip(policies, codes, plain):
         assert ours[0] == theirs[0], policy
         assert ours[1] == pytest.approx(theirs[1], abs=1e-4), policy
 
 
-def test_recorded_steps_answer_as_from_a_plain_pool_of_the_values(model, monkeypatch):
-    check_recorded(model, POLICIES, monkeypatch)
+@BOTH
+def test_recorded_steps_answer_as_from_a_plain_pool_of_the_values(model, rows, monkeypatch):
+    check_recorded(model, POLICIES[: 1 if rows is FP8 else None], rows, monkeypatch)
 
 
 @pytest.mark.thorough
+@BOTH
 @pytest.mark.parametrize("policy", THOROUGH)
-def test_other_methods_do_too(model, policy, monkeypatch):
-    check_recorded(model, [policy], monkeypatch)
+def test_other_methods_do_too(model, policy, rows, monkeypatch):
+    check_recorded(model, [policy], rows, monkeypatch)
 
 
 @CPU
@@ -366,10 +382,3 @@ def test_steps_are_the_distances_of_neighbouring_numbers():
 def test_what_it_refuses():
     with pytest.raises(SaccadeError, match="kv_dtype='fp8' takes a head_dim that is a multiple of 8, got 12; leave"):
         KVFormat(torch.float32, 2, 12, 16, FP8, FP8)
-
-
-def test_kernels_of_a_gpu_read_no_int8():
-    q, k, v = planted_heads(4, 2, 40, 64)
-    view = KVView.from_tensors(k, v, rows=INT8)
-    with pytest.raises(SaccadeError, match="no int8 rows"):
-        run(Call.of(q[:, -1:], view, Dense(Shape.suffix(4, 2, 1, 40))), "triton")
