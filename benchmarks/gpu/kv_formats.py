@@ -1,5 +1,6 @@
 """Attention over keys and values in int8 and fp8 rows beside bfloat16's: decode of everything, of blocks, of tokens and
-by PSA's rule, chunks of a prompt, and copies from host memory. Heads are an 8B Llama's; graphs are replayed on scattered blocks.
+by PSA's rule, chunks of a prompt, and copies from host memory. Heads are an 8B Llama's; graphs are replayed on
+scattered blocks.
 
 TILES=1 tries other cuts of dense decode, too:
 
