@@ -328,6 +328,13 @@ def check_recorded(model, policies, rows, monkeypatch) -> None:
         assert ours[1] == pytest.approx(theirs[1], abs=1e-4), policy
 
 
+def test_recorded_steps_turn_queries_and_keys(model, monkeypatch):
+    """As the rows before them, which prefill has stored."""
+    (turned,), (plain,) = (answers(model, ["dense"], monkeypatch, kv_rotate=one) for one in (True, False))
+    assert turned[0] == plain[0]
+    assert turned[1] == pytest.approx(plain[1], abs=1e-4)
+
+
 @BOTH
 def test_recorded_steps_answer_as_from_a_plain_pool_of_the_values(model, rows, monkeypatch):
     check_recorded(model, POLICIES[: 1 if rows is FP8 else None], rows, monkeypatch)

@@ -207,6 +207,15 @@ def test_a_model_in_bfloat16_answers_as_from_a_plain_pool_of_the_values(folder, 
     assert ours[:same] == pytest.approx(theirs[:same], abs=0.06)
 
 
+def test_recorded_steps_turn_queries_and_keys(folder):
+    """As the rows before them, which prefill has stored."""
+    answers, prompt = [], random_ids(300, seed=4)
+    for turned in (True, False):
+        with LLM(folder, dtype="float32", device="cuda", kv_memory="32MiB", kv_rotate=turned) as llm:
+            answers.append(tokens(llm.generate(prompt, GREEDY)[0]))
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("count", [2, 15])
 def test_recorded_verifications_give_dense_tokens(engines, folder, rows, count):
     options = {"kv_memory": "64MiB", "prefill_chunk": 256, "device": "cuda", "exact": False, "kv_dtype": rows.name}

@@ -23,6 +23,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
+from saccade.ops.triton.key_runs import listed, seen_of, spread
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import key_codes, value_codes
 
@@ -250,53 +251,6 @@ def even_splits(lists: int, resident: int, most: int) -> int:
     return next(splits for splits, share in zip(choices, filled) if share >= 0.96 * max(filled))
 
 
-@triton.jit
-def _key(ids, number, valid, SIZE: tl.constexpr):
-    if SIZE == 0:
-        key = number
-    elif SIZE == 1:
-        key = tl.load(ids + number, mask=valid, other=0)
-    else:
-        key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
-    return key
-
-
-@triton.jit
-def _listed(ids, number, upto, RUN: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr):
-    """The ``number``-th keys of a list of ``upto``; of a tile of runs of keys that lie side by side, two at most, the
-    first key of each."""
-    key = _key(ids, number, number < upto, SIZE)
-    other = key
-    if RUN > 1 and RUN < KEYS:
-        other = _key(ids, number + RUN, number + RUN < upto, SIZE)
-    return key, other
-
-
-@triton.jit
-def _seen(number, count, first, second, length, step, RUN: tl.constexpr, KEYS: tl.constexpr):
-    """Which of a tile's keys there are, of a list of ``count`` and a sequence of ``length``."""
-    left = tl.minimum(count - number, length - first)
-    if RUN == 1:
-        found = left > 0
-    elif RUN == KEYS:
-        found = step < left
-    else:
-        found = tl.where(step < RUN, step < left, step - RUN < tl.minimum(count - number - RUN, length - second))
-    return found
-
-
-@triton.jit
-def _spread(first, second, step, RUN: tl.constexpr, KEYS: tl.constexpr):
-    """Of a tile all numbers, from those that its one or two runs begin with; without runs (1) they are there."""
-    if RUN == 1:
-        found = first
-    elif RUN == KEYS:
-        found = first + step
-    else:
-        found = tl.where(step < RUN, first + step, second + (step - RUN))
-    return found
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "longest", "far_k", "far_v"],
     do_not_specialize_on_alignment=["tables", "lengths", "limits", "starts", "counts", "indices"],
@@ -348,9 +302,9 @@ def _decode(
     number, hop = split * KEYS, splits * KEYS
     if RUN == 1:
         number += step
-    key, other = _listed(ids, number, most, RUN, KEYS, SIZE)
-    after, after_other = _listed(ids, number + hop, most, RUN, KEYS, SIZE)
-    seen = _seen(number, count, key, other, length, step, RUN, KEYS)
+    key, other = listed(ids, number, most, RUN, KEYS, SIZE)
+    after, after_other = listed(ids, number + hop, most, RUN, KEYS, SIZE)
+    seen = seen_of(number, count, key, other, length, step, RUN, KEYS)
     # Nobody may have written the numbers behind a list.
     real = (number < most) & (key >= 0) & (key < length)
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
@@ -368,21 +322,21 @@ def _decode(
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
-        k_rows, v_rows = _spread(k_row, k_more, step, RUN, KEYS), _spread(v_row, v_more, step, RUN, KEYS)
+        k_rows, v_rows = spread(k_row, k_more, step, RUN, KEYS), spread(v_row, v_more, step, RUN, KEYS)
         k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
         v, odd, v_scale = value_codes(
             v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0]
         )
-        valid, at = seen, _spread(number, number + RUN, step, RUN, KEYS)
+        valid, at = seen, spread(number, number + RUN, step, RUN, KEYS)
         number += hop
-        seen = _seen(number, count, after, after_other, length, step, RUN, KEYS)
+        seen = seen_of(number, count, after, after_other, length, step, RUN, KEYS)
         there = (number < count) & (after < length)
         k_row, v_row = pool_places(table, after, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
         k_more, v_more = k_row, v_row
         if RUN > 1 and RUN < KEYS:
             there = (number + RUN < count) & (after_other < length)
             k_more, v_more = pool_places(table, after_other, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-        after, after_other = _listed(ids, number + hop, count, RUN, KEYS, SIZE)
+        after, after_other = listed(ids, number + hop, count, RUN, KEYS, SIZE)
         scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from saccade.ops.triton.row_codes import e4m3_codes, e4m3_numbers, e4m3_pairs, int8_codes, int8_halves, int8_pairs
+
 MORE: tl.constexpr = tl.constexpr(8)  # bytes of an e4m3 row behind its codes, of which 4 are its scale
 SCALED: tl.constexpr = tl.constexpr(64)  # channels of an int8 row that share a scale; two scales are a word
 
@@ -57,22 +59,7 @@ def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, 
             channel = run * EACH + tl.arange(0, EACH)[None, None, :]
             at = row[None] * width_of(tl.int8, D)
             codes = _get(k_pool + (at + channel), channel, there[None], D)
-            codes = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 moved, low, high, zero;
-                mov.b32 zero, 0x64806480;
-                xor.b32 moved, $2, 0x80808080;
-                prmt.b32 low, moved, 0x64646464, 0x4140;
-                prmt.b32 high, moved, 0x64646464, 0x4342;
-                sub.f16x2 $0, low, zero;
-                sub.f16x2 $1, high, zero;
-                }""",
-                "=r,=r,r",
-                [codes],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
+            codes = int8_halves(codes)
             return codes, _run_scales(k_pool, at, run, there[None], D)
     else:
         return _load(k_pool, row, channel, there, D, TYPE), tl.full([1, 1], 1.0, tl.float32)
@@ -89,21 +76,7 @@ def value_codes(
             pair = tl.arange(0, D_PAD // 2)[None, :]
             at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
             found = _get(at, pair * 2, there, D)
-            even, odd = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 both;
-                .reg .b16 low, high;
-                prmt.b32 both, $2, 0, 0x3120;
-                mov.b32 {low, high}, both;
-                cvt.rn.f16x2.e4m3x2 $0, low;
-                cvt.rn.f16x2.e4m3x2 $1, high;
-                }""",
-                "=r,=r,r",
-                [found],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
+            even, odd = e4m3_pairs(found)
             return even, odd, _scales(v_pool, row, there, D)
         else:
             RUNS: tl.constexpr = runs_of(D)
@@ -112,22 +85,7 @@ def value_codes(
             pair = run * EACH + tl.arange(0, EACH)[None, None, :]
             at = row[None] * width_of(tl.int8, D)
             found = _get((v_pool + at).to(tl.pointer_type(tl.uint16)) + pair, pair * 2, there[None], D)
-            even, odd = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 moved, low, high, zero;
-                mov.b32 zero, 0x64806480;
-                xor.b32 moved, $2, 0x80808080;
-                prmt.b32 low, moved, 0x64646464, 0x4240;
-                prmt.b32 high, moved, 0x64646464, 0x4341;
-                sub.f16x2 $0, low, zero;
-                sub.f16x2 $1, high, zero;
-                }""",
-                "=r,=r,r",
-                [found],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=2,
-            )
+            even, odd = int8_pairs(found)
             return even, odd, _run_scales(v_pool, at, run, there[None], D)
     else:
         none = tl.full([1, 1], 1.0, tl.float32)
@@ -190,16 +148,8 @@ def store_rows(pool, row, channel, values, there, D: tl.constexpr):
 @triton.jit
 def _store_e4m3(pool, row, channel, values, there, D: tl.constexpr):
     wide = values.to(tl.float32)
-    size = tl.abs(wide)
     axis: tl.constexpr = len(wide.shape) - 1
-    largest = tl.max(size, axis, keep_dims=True)
-    broken = tl.max(tl.where(size < float("inf"), 0, 1), axis, keep_dims=True) > 0
-    # 448 is 1.75 * 2^8: beyond a mantissa of 1.75 the carry takes the next power.
-    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    codes = _rounded(tl.where(broken, 0.0, wide * inverse))
-    scale = tl.where(broken, float("nan"), scale)
+    codes, scale = e4m3_codes(wide)
     at = row * (D + MORE)
     _put(pool + (at + channel), codes.to(tl.uint8), channel, there, D)
     tail = (pool + (at + D)).to(tl.pointer_type(tl.float32))
@@ -207,7 +157,7 @@ def _store_e4m3(pool, row, channel, values, there, D: tl.constexpr):
         scale = tl.sum(scale, 0)
     tl.store(tail, scale, mask=there)
     tl.store(tail + 1, tl.zeros(scale.shape, tl.float32) if axis else 0.0, mask=there)
-    return (_numbers(codes) * scale).to(values.dtype)
+    return (e4m3_numbers(codes) * scale).to(values.dtype)
 
 
 @triton.jit
@@ -218,17 +168,7 @@ def _store_int8(pool, row, channel, values, there, D: tl.constexpr):
     EACH: tl.constexpr = WIDTH // RUNS
     ROWS: tl.constexpr = values.shape[0] if axis else 1
     wide = tl.reshape(values.to(tl.float32), [ROWS, RUNS, EACH])
-    size = tl.abs(wide)
-    largest = tl.max(size, 2, keep_dims=True)
-    broken = tl.max(tl.where(size < float("inf"), 0, 1), 2, keep_dims=True) > 0
-    bits = tl.div_rn(tl.where(broken, 0.0, largest), tl.full([ROWS, RUNS, 1], 127.0, tl.float32))
-    bits = bits.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # the nearest bfloat16
-    scale = bits.to(tl.float32, bitcast=True)
-    ratio = tl.div_rn(tl.where(broken, 0.0, wide), tl.zeros(wide.shape, tl.float32) + tl.where(bits > 0, scale, 1.0))
-    codes = (tl.minimum(tl.maximum(ratio, -127.0), 127.0) + 12582912.0) - 12582912.0
-    codes = tl.where(bits > 0, codes, 0.0)
-    bits = tl.where(broken, 0x7FC00000, bits)
+    codes, bits = int8_codes(wide)
     numbers = codes * bits.to(tl.float32, bitcast=True)
     words = tl.reshape(bits >> 16, [ROWS, RUNS])
     run = tl.arange(0, RUNS)[None, :]
@@ -291,7 +231,7 @@ def _load(pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr):
         if cuda_capability_geq(8, 9):
             numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            numbers = _numbers(found)
+            numbers = e4m3_numbers(found)
         return (numbers * _scales(pool, row, there, D)).to(TYPE)
     else:
         return found
@@ -329,21 +269,3 @@ def _scales(pool, row, there, D: tl.constexpr):
         return tl.load(at)
     else:
         return tl.load(at, mask=there, other=0.0)
-
-
-@triton.jit
-def _numbers(codes):
-    """What codes stand for, fp32; for GPUs that do not know the type, and an interpreter."""
-    bits = codes.to(tl.int32)
-    moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    return moved.to(tl.float32, bitcast=True) * 1.3292279957849159e36  # 2^120, between the two exponents' zeros
-
-
-@triton.jit
-def _rounded(values):
-    """The codes, int32, nearest to fp32 ``values`` of at most 448, ties to even."""
-    bits = values.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    small = (tl.abs(values) * 512.0 + 12582912.0) - 12582912.0
-    return tl.where(size < (121 << 23), small.to(tl.int32), normal) | ((bits >> 24) & 0x80)
