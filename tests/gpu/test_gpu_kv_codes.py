@@ -53,19 +53,19 @@ def test_it_stores_and_summarizes_what_torch_does(rows, dtype, head_dim):
     k, v = torch.stack([one, one.flip(0)]), torch.stack([one.roll(3, 0), one.roll(5, 0)])
     layout = KVFormat(dtype, 2, head_dim, 16, rows, rows)
     table = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32).cuda()
-    storages = [KVStorage(layout, 3, "cuda") for _ in range(3)]
-    ours, theirs, appended = (Paged(one.k.zero_(), one.v.zero_(), table, 25, layout) for one in storages)
+    storages = [KVStorage(layout, 3, device) for device in ("cuda", "cuda", "cpu")]  # on a GPU torch divides otherwise
+    ours, appended, theirs = (Paged(one.k.zero_(), one.v.zero_(), table.to(one.device), 25, layout) for one in storages)
     pages.store(ours, 9, k, v)
-    by_torch.store(theirs, 9, k, v)
+    by_torch.store(theirs, 9, k.cpu(), v.cpu())
     at = Pages(appended.k, appended.v, table[None].expand(16, -1, -1), torch.arange(10, 26).int().cuda(), 25)
     append_rows(k.transpose(0, 1), v.transpose(0, 1), at)
     for one in (ours, appended):
-        for mine, other in ((one.k, theirs.k), (one.v, theirs.v)):
+        for mine, other in ((one.k.cpu(), theirs.k), (one.v.cpu(), theirs.v)):
             assert torch.equal(mine[..., :head_dim], other[..., :head_dim])  # a scale may be any that is not a number
             values = [rows.decode(part, torch.float32).nan_to_num(7) for part in (mine, other)]
             assert torch.equal(*values)
     read = pages.gather(ours.k, table, 9, 25, dtype)
-    assert torch.equal(read.nan_to_num(7), rounded(k, rows).nan_to_num(7))
+    assert torch.equal(read.cpu().nan_to_num(7), rounded(k.cpu(), rows).nan_to_num(7))
     stored = pages.gather(ours.k, table, 9, 25)
     pages.store(ours, 2, stored[:, 4:11], stored[:, 4:11])
     assert torch.equal(by_torch.gather(ours.v, table, 2, 9), stored[:, 4:11])
