@@ -236,7 +236,7 @@ def test_structs_refuse_what_would_read_wild_memory():
     for change, message in (
         ({"k": 0}, "Pool: k must be an address"),
         ({"storage": 2}, "Pool: storage=2 must be 0 to 1"),
-        ({"format": 3}, "Pool: format=3 must be 0 to 2"),
+        ({"format": 4}, "Pool: format=4 must be 0 to 3"),
         ({"block_size": 48}, "Pool: block_size must be a power of two"),
         ({"slots": -1}, "Pool: slots=-1 must be at least 1"),
     ):

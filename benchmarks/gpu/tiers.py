@@ -52,12 +52,13 @@ from saccade.engine.scheduler import Scheduler
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier
+from saccade.kv.row_formats import AUTO, FORMATS, RowFormat
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.ops import attend
 from saccade.ops.movers import row_mover
 from saccade.ops.triton import common
 
-LAYOUT = KVFormat(torch.bfloat16, 8, 128)
+SHAPE = KVFormat(torch.bfloat16, 8, 128)
 PIECE = 1 << 15  # tokens of made-up KV at a time
 PROFILED = 8  # steps
 QUEST = "streaming+quest(budget={},block_size=32,dense_layers=0)"
@@ -92,17 +93,21 @@ class Tiered(Bench):
     """Steps of the 8B shape over a pool with a host tier."""
 
     part = "tiers"  # what results are called
+    stored: RowFormat = AUTO
     computed = 1  # rows of a context that run as any prefill's, so that methods begin with them
-    summaries: Sequence[tuple[str, int]] = (("minmax", LAYOUT.block_size),)
+    summaries: Sequence[tuple[str, int]] = (("minmax", SHAPE.block_size),)
     tokens: Sequence[Sequence[int]] = ()  # of each sequence, by the last run
 
     def __init__(self, profiled: bool = False, timed: bool = False, built: tuple[Any, ModelSpec] | None = None) -> None:
         super().__init__(built=built)
         self.profiled, self.timed = profiled, timed or profiled
-        self.layout = KVFormat(self.spec.dtype, self.spec.kv_heads, self.spec.head_dim)
+        self.layout = self.layout_of()
         self.rows = Results(self.part)
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.rows.facts = {"device": name, **self.results.facts}
+
+    def layout_of(self, block: int = SHAPE.block_size) -> KVFormat:
+        return KVFormat(self.spec.dtype, self.spec.kv_heads, self.spec.head_dim, block, self.stored, self.stored)
 
     def pool_of(
         self,
@@ -257,11 +262,11 @@ LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, units: list[str], computes: list[str]) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
-    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
+    parts = bench.spec.layers * bench.layout.blocks(tokens + steps + 40 + 2 * PROFILED)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
     for unit, compute, share in itertools.product(units, computes, shares):
-        host = int(1.02 * parts) * LAYOUT.block_bytes
+        host = int(1.02 * parts) * bench.layout.block_bytes
         bench.pool_of(int(share * parts), host, unit=unit, compute=compute)
         ms = bench.measure(f"slots for {share:.0%}, by {unit}, kv_compute={compute}", 1, tokens, policy, steps)
         row = bench.rows.rows[-1]
@@ -283,7 +288,7 @@ def places(bench: Tiered, options: argparse.Namespace) -> None:
         tokens = (options.tokens or 65536) // (1 if batch <= 2 else 2)
         steps = options.steps
         policy = PLACED[name].format(budget=tokens // 40 // block * block, block=block, epsilon=options.epsilon)
-        bench.layout = KVFormat(bench.spec.dtype, bench.spec.kv_heads, bench.spec.head_dim, block)
+        bench.layout = bench.layout_of(block)
         bench.summaries = ((KINDS[name], block),)
         parts = bench.spec.layers * bench.layout.blocks(tokens + steps + 40) * batch
         bench.pool_of(parts + 64, None)
@@ -333,7 +338,9 @@ def main() -> None:
     parser.add_argument("--functions", action="store_true", help="where the host's time goes")
     parser.add_argument("--profile", action="store_true", help="and the kernels'")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
+    parser.add_argument("--kv-dtype", default="auto", choices=sorted(FORMATS), help="how keys and values are stored")
     options = parser.parse_args()
+    Tiered.stored = FORMATS[options.kv_dtype]
     if options.profile:
         common.is_hopper = lambda device: False
     bench = Tiered(options.profile, options.functions)
@@ -348,12 +355,12 @@ def main() -> None:
     count = 1 if options.what == "long" else options.sequences
     tokens = options.tokens or (786432 if options.what == "long" else 131072)
     device_gib = options.device_gib or (32.0 if options.what == "long" else min(96.0, free - 12))
-    slots = int(device_gib * 2**30) // LAYOUT.block_bytes
+    slots = int(device_gib * 2**30) // bench.layout.block_bytes
     density = 0.025
     if options.what == "batch" and options.only != "tiered":
         short = options.untiered
-        per = bench.spec.layers * LAYOUT.blocks(short + options.steps + 40)
-        fits = int((free - 8) * 2**30) // (per * LAYOUT.block_bytes)
+        per = bench.spec.layers * bench.layout.blocks(short + options.steps + 40)
+        fits = int((free - 8) * 2**30) // (per * bench.layout.block_bytes)
         few = min(count, fits)
         policy = QUEST.format(int(short * density) // 32 * 32)
         bench.pool_of(few * per, None)
