@@ -29,7 +29,8 @@ class Pages:
     """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, kv_heads or 1, blocks],
     lengths int32 [batch], all on the device; ``longest`` bounds the lengths. One table row serves all KV heads of a
     sequence; with a row for each of them heads do not share slots. With ``host``, keys and values of host memory as of
-    the pools, a table's entry -1 - c is cell c there: attend_decode and attend_progressive read it by its address."""
+    the pools, a table's entry -1 - c is cell c there: attend_decode and attend_progressive read it by its address. With
+    ``value_dim`` rows are latents: there is one KV head, ``v`` is ``k``, and a value is so many first channels."""
 
     k: Tensor
     v: Tensor
@@ -37,6 +38,7 @@ class Pages:
     lengths: Tensor
     longest: int
     host: tuple[Tensor, Tensor] | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.k.is_contiguous() and self.v.is_contiguous() and self.lengths.is_contiguous()):
@@ -216,7 +218,7 @@ def even_splits(lists: int, resident: int, most: int) -> int:
 
 
 @triton.jit
-def _listed(ids, number, valid, SIZE: tl.constexpr):
+def listed_keys(ids, number, valid, SIZE: tl.constexpr):
     """The ``number``-th keys of a list."""
     if SIZE == 0:
         key = number
@@ -276,8 +278,8 @@ def _decode(
     )
     number = split * KEYS + tl.arange(0, KEYS)
     hop = splits * KEYS
-    key = _listed(ids, number, number < most, SIZE)
-    after = _listed(ids, number + hop, number + hop < most, SIZE)
+    key = listed_keys(ids, number, number < most, SIZE)
+    after = listed_keys(ids, number + hop, number + hop < most, SIZE)
     seen = (number < count) & (key < length)
     real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
@@ -296,7 +298,7 @@ def _decode(
         number += hop
         seen = (number < count) & (after < length)
         k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-        after = _listed(ids, number + hop, number + hop < count, SIZE)
+        after = listed_keys(ids, number + hop, number + hop < count, SIZE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:
