@@ -7,7 +7,11 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from latent_helpers import WIDTHS, Latents, exact
 
+from saccade.kv.summaries import summarize
+from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
 from saccade.ops.triton.latents import Tiles, attend_latents, share_of
+from saccade.selection.forms import Summarized
+from saccade.selection.readings import Choice
 
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3}
 
@@ -63,3 +67,50 @@ def test_rows_in_host_memory():
 
 def test_heads_are_cut_evenly():
     assert [share_of(count, 64) for count in (128, 40, 96, 67, 1)] == [64, 40, 48, 1, 1]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("cuboid", 32), ("minmax", 16)])
+@pytest.mark.parametrize("widths", [(64, 16), (256, 24)])
+def test_new_rows_are_stored_once_and_their_blocks_summarized(widths, kind, size):
+    """Rows of 280 channels are summarized in parts."""
+    rows = Latents([64, 0, 65, 32, 1], widths, 4)
+    before = rows.pages.k.clone()
+    buffers = [torch.full((4, 2, 1, sum(widths)), -7.0) for _ in rows.lengths]
+    summaries = Summaries(torch.tensor([buffer.data_ptr() for buffer in buffers]), size, kind)
+    new = torch.randn(1, 5, sum(widths)).transpose(0, 1)
+    append_rows(new, new, rows.pages, summaries)
+    for row, length in enumerate(rows.lengths):
+        if length:
+            slot, at = rows.pages.tables[row, 0, (length - 1) // 16], (length - 1) % 16
+            assert torch.equal(rows.pages.k[slot, 0, at], new[row, 0])
+            before[slot, 0, at] = new[row, 0]
+            rows.rows[row][length - 1] = new[row, 0]
+        if length and length % size == 0:
+            block = length // size - 1
+            expected = summarize(rows.rows[row][-size:].view(1, 1, size, -1), kind)[:, 0, 0]
+            torch.testing.assert_close(buffers[row][block, :, 0], expected, atol=1e-6, rtol=1e-6)
+            buffers[row][block] = -7.0
+        assert (buffers[row] == -7.0).all()
+    assert torch.equal(rows.pages.k.nan_to_num(9e9), before.nan_to_num(9e9))
+
+
+@pytest.mark.parametrize("heads", [1, 6, 16])
+@pytest.mark.parametrize(("kind", "size"), [("cuboid", 32), ("minmax", 16)])
+def test_scores_of_blocks_are_means_over_all_heads(kind, size, heads):
+    rows = Latents([700, 0, 320, 65], (200, 24), heads)
+    made = [
+        summarize(own[: len(own) // size * size].view(1, -1, size, 224), kind).permute(2, 0, 1, 3).contiguous()
+        for own in rows.rows
+    ]
+    summaries = Summaries(torch.tensor([one.data_ptr() for one in made]), size, kind)
+    choice = Choice(Summarized(size, kind), 1, 1, 2, 6 * size, take=2)
+    scores = score_blocks(rows.q, rows.pages, summaries, choice)
+    assert scores.shape == (4, 1, -(-700 // size))
+    for row, length in enumerate(rows.lengths):
+        stop = max(-(-length // size) - 2, 0)
+        high, low = (made[row][:stop, part, 0].double() for part in (0, 1))
+        q = rows.q[row].double()
+        expected = (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).mean(0)
+        torch.testing.assert_close(scores[row, 0, 1:stop].double(), expected[1:], atol=1e-4, rtol=1e-5)
+        assert (scores[row, 0, max(stop, 1) :] == -torch.inf).all()
+        assert scores[row, 0, 0] == -torch.inf

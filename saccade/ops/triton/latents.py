@@ -64,8 +64,8 @@ def attend_latents(
     limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, width] -> ``out`` of its shape, of which the first ``pages.value_dim`` channels are written,
-    and ``lse`` float32 [batch, heads] (natural log). ``pages`` have one KV head. The rest as in ``decode.attend_decode``.
-    """
+    and ``lse`` float32 [batch, heads] (natural log). ``pages`` have one KV head. The rest is as in
+    ``decode.attend_decode``."""
     q = rows(q)
     assert pages.value_dim is not None
     lines, heads, width = q.shape

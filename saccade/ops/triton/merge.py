@@ -25,9 +25,9 @@ def merge(
     rows: int = 1,
 ) -> None:
     """Merge states of ``programs`` that took turns, ``part_out`` float32 [..., turns, per, head_dim] with base-2
-    ``part_lse`` [..., turns, per], into ``out`` [batch, heads, >= head_dim], contiguous, and natural ``lse`` [batch, heads]. With
-    ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., planes *
-    turns * per] are set to zero."""
+    ``part_lse`` [..., turns, per], into the first channels of ``out`` [batch, heads, >= head_dim], contiguous, and
+    natural ``lse`` [batch, heads]. With ``stops`` int32 [...] only turns before the stop count, of each program its
+    last, and ``words`` int64 [..., planes * turns * per] are set to zero."""
     turns, per, head_dim = part_out.shape[-3:]
     width = min(WIDE, pad(head_dim))
     _merge[(lse.numel(), pad(head_dim) // width)](
@@ -56,8 +56,8 @@ def merge(
 
 @triton.jit(do_not_specialize=["programs", "turns", "units", "cleared"])
 def _merge(
-    part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, out_row, PER: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
+    part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, out_row, PER: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)

@@ -1,0 +1,127 @@
+"""The kernels of decode over latents on a GPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_helpers import BOUND
+from latent_helpers import Latents, exact
+
+from saccade.kv.summaries import summarize
+from saccade.ops.triton import latents_wide
+from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
+from saccade.ops.triton.latents import Tiles, attend_latents, tiles_for
+from saccade.selection.forms import Summarized
+from saccade.selection.readings import Choice
+
+DEEPSEEK = (512, 64)
+PLAIN = Tiles(64, 64, 8, 2, 1)
+
+
+def agrees(rows, kept=None, limits=None, lists=None, pages=None, tiles=None, splits=None, softcap=None):
+    options = {"scale": 0.06, "softcap": softcap}
+    for _ in range(2):  # the second takes memory that the first wrote
+        out, lse = attend_latents(
+            rows.q, pages or rows.pages, lists, limits=limits, tiles=tiles, splits=splits, **options
+        )
+    for row, (expected, expected_lse) in enumerate(exact(rows, kept, limits, **options)):
+        got = out[row, :, : rows.value_dim].double().cpu()
+        assert torch.isfinite(got).all()
+        assert float((got - expected).norm()) <= BOUND[rows.q.dtype] * max(float(expected.norm()), 1e-30)
+        torch.testing.assert_close(lse[row].double().cpu(), expected_lse, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [16, 20, 32, 40, 128])
+def test_all_keys_of_unequal_rows(heads, dtype):
+    agrees(Latents([1, 0, 4001, 640, 63], DEEPSEEK, heads, dtype, device="cuda", page=32))
+
+
+@pytest.mark.parametrize("widths", [(256, 32), (128, 64), (32, 8), (256, 64)])
+def test_other_widths(widths):
+    agrees(Latents([1, 0, 1001], widths, 24, torch.bfloat16, device="cuda"))
+
+
+def test_many_heads_go_to_warpgroups():
+    rows = Latents([40], DEEPSEEK, 128, torch.bfloat16, device="cuda")
+    assert tiles_for(128, rows.q, 512).wide == (torch.cuda.get_device_capability()[0] == 9)
+
+
+@pytest.mark.parametrize("tiles", [None, PLAIN])
+@pytest.mark.parametrize("splits", [1, 2, 7, 128])
+def test_splits(splits, tiles):
+    rows = Latents([4001, 0, 97, 5000], DEEPSEEK, 128, torch.bfloat16, device="cuda", page=64)
+    agrees(rows, splits=splits, tiles=tiles)
+    agrees(rows, splits=splits, tiles=tiles, softcap=3.0)
+
+
+@pytest.mark.parametrize("tiles", [None, PLAIN])
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize(("units", "size"), [(1, 32), (1, 16), (1, 1), (2, 32), (128, 1)])
+def test_lists(units, size, spaced, tiles):
+    rows = Latents([97, 5, 0, 4001], DEEPSEEK, 128, torch.bfloat16, device="cuda", page=32)
+    lists, kept = rows.lists(units, size, spaced)
+    agrees(rows, kept, lists=lists, tiles=tiles)
+
+
+@pytest.mark.parametrize("tiles", [None, PLAIN])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_some_rows_of_a_sequence_read_it_once(heads, tiles):
+    rows = Latents([97, 5, 2000], DEEPSEEK, heads, torch.bfloat16, each=3, device="cuda")
+    limits = torch.tensor([95, 96, 97, 4, 5, 0, 1998, 1999, 2000], dtype=torch.int32, device="cuda")
+    agrees(rows, limits=limits, tiles=tiles)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_in_other_memory(heads):
+    rows = Latents([97, 3330], DEEPSEEK, heads, torch.bfloat16, device="cuda")
+    agrees(rows, pages=rows.apart())
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_calls_in_a_graph_wait_for_each_other(heads):
+    """Queries of a call come of the call before."""
+    rows = Latents([4001, 300], DEEPSEEK, heads, torch.bfloat16, device="cuda", page=32)
+
+    def chain():
+        q, outs = rows.q, []
+        for _ in range(8):
+            out, _ = attend_latents(q, rows.pages, None, scale=0.3)
+            q = torch.cat([out[..., :512], rows.q[..., 512:]], -1)
+            outs.append(out[..., :512].clone())
+        return torch.stack(outs)
+
+    first = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for _ in range(10):
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, first)
+        assert torch.equal(chain(), first)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("cuboid", 32), ("minmax", 16), ("cuboid", 128)])
+def test_blocks_are_summarized_and_scored(kind, size):
+    rows = Latents([4096, 0, 333, 2048], DEEPSEEK, 128, torch.bfloat16, device="cuda")
+    full = [own[: len(own) // size * size].view(1, -1, size, 576) for own in rows.rows]
+    made = [summarize(own.cuda(), kind).permute(2, 0, 1, 3).contiguous() for own in full]
+    summaries = Summaries(torch.tensor([one.data_ptr() for one in made], device="cuda"), size, kind)
+    for length, one in zip(rows.lengths, made):
+        if length and length % size == 0:
+            one[-1] = torch.nan
+    new = torch.stack([own[-1:] if len(own) else torch.zeros(1, 576) for own in rows.rows]).bfloat16().cuda()
+    append_rows(new, new, rows.pages, summaries)
+    scores = score_blocks(rows.q, rows.pages, summaries, Choice(Summarized(size, kind), 1, 1, 0, 9 * size, take=2))
+    for row, (length, own, one) in enumerate(zip(rows.lengths, full, made)):
+        blocks = length // size
+        torch.testing.assert_close(one, summarize(own.cuda(), kind).permute(2, 0, 1, 3), atol=1e-2, rtol=1e-2)
+        high, low, q = one[:, 0, 0].double(), one[:, 1, 0].double(), rows.q[row].double()
+        expected = (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).mean(0)
+        torch.testing.assert_close(scores[row, 0, 1:blocks].double(), expected[1:], atol=1e-3, rtol=1e-4)
+        assert (scores[row, 0, -(-length // size) :] == -torch.inf).all()
+
+
+def test_the_kernel_for_many_heads_is_there():
+    assert latents_wide.gluon is not None
