@@ -1,6 +1,6 @@
-"""Scores of blocks of latents. One KV head serves all query heads, and a block's score is the mean over these. A mean of
-products with one summary is the product with the queries' mean: heads are averaged first, in a launch of its own, and
-each summary is read once for a row."""
+"""Scores of blocks of latents. One KV head serves all query heads, and a block's score is the mean over these. A mean
+of products with one summary is the product with the queries' mean: heads are averaged first, in a launch of its own,
+and each summary is read once for a row."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def merge(
 @triton.jit(do_not_specialize=["programs", "turns", "units", "cleared"])
 def _merge(
     part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, out_row, PER: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr,
+    STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     listed = head // PER
