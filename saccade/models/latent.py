@@ -9,6 +9,7 @@ be made of them instead (``interface.LatentRows``): products are shorter then. B
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,10 @@ class LatentAttention:
         self.rank: int = module.kv_lora_rank
         self._rotate = _rotation(module)
         self._weights: Weights | None = None
+        # A row meets so many more channels of a latent than of a key and a value; a token is made these of once.
+        more = 2 * (self.rank + module.qk_rope_head_dim) - module.qk_head_dim - module.v_head_dim
+        made = self.rank * (module.qk_nope_head_dim + module.v_head_dim)
+        self._pays_from = made // more + 1 if more > 0 else sys.maxsize
 
     @property
     def weights(self) -> Weights:
@@ -72,7 +77,7 @@ class LatentAttention:
         stored = torch.cat([module.kv_a_layernorm(latents), turned[0, 0]], -1)[None]
         keys, values = self.weights
         absorbed = torch.cat([plain @ keys, rotated[0]], -1)
-        rows = LatentRows(torch.cat([plain, rotated[0]], -1), self.expand, module.v_head_dim)
+        rows = LatentRows(torch.cat([plain, rotated[0]], -1), self.expand, module.v_head_dim, self._pays_from)
         spec = LayerAttention(scale=module.scaling, latent=rows)
         made = saccade.run(module.layer_idx, absorbed, stored, stored, spec)
         out = rows.finish(lambda part: made[:, part, :rank] @ values.transpose(1, 2))
