@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.batch import KeyLists, Pages
 
 WIDTHS = ((64, 16), (32, 8), (48, 24))  # channels that are values, and others
 PAGE = 16

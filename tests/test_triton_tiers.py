@@ -12,7 +12,8 @@ from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.host import HostTier
 from saccade.ops.triton import pages, residency
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.batch import KeyLists, Pages
+from saccade.ops.triton.decode import attend_decode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

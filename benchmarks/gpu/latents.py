@@ -16,8 +16,8 @@ import torch
 from harness import DTYPE, Results, graph_ms, say, time_ms
 
 from saccade.ops.triton import batched_choice
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.latents import Tiles, attend_latents, tiles_for
 from saccade.selection.forms import Summarized
 from saccade.selection.readings import Choice

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
-from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.latent_scores import score_latents
 from saccade.ops.triton.radix_select import best_of
 from saccade.ops.triton.readers import load_keys, store_rows

@@ -15,7 +15,7 @@ from saccade.ops.triton.readers import load_keys
 
 MEANS = ("mean", "stored_mean", "mean_value")
 LONGEST = 128  # keys of a block: more do not fit a program
-MOST_CHANNELS, CHANNELS = 256, 64  # of a head that one program reads, and of wider ones: they are independent
+MOST_CHANNELS, CHANNELS = 256, 64  # of rows that a program takes whole, and of wider ones: these are independent
 
 
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:

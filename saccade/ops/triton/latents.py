@@ -17,8 +17,8 @@ from torch import Tensor
 
 from saccade.ops.layout import rows
 from saccade.ops.triton import latents_wide
+from saccade.ops.triton.batch import KeyLists, Pages, even_splits, listed_keys
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
-from saccade.ops.triton.decode import KeyLists, Pages, even_splits, listed_keys
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import load_keys
 

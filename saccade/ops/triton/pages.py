@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
 from saccade.kv.rows import filler, summarize_rows
-from saccade.ops.triton.block_summaries import summarize
+from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, summarize
 from saccade.ops.triton.common import pad
 from saccade.ops.triton.readers import load_keys, store_rows
 
@@ -41,10 +41,12 @@ def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     size = paged.format.block_size
     k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (k, v))
     if count:
-        _move[(-(-(start + count) // size) - start // size, heads, 2)](
+        parts, channels = len(paged.format.parts), _channels(head_dim)
+        blocks, cuts = -(-(start + count) // size) - start // size, triton.cdiv(head_dim, channels)
+        _move[(blocks, heads, parts * cuts)](
             paged.k, paged.v, paged.block_table, k, v, start, count, paged.head_stride, *k.stride()[:2],
             *v.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=True, num_warps=4,
+            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=True, num_warps=4,
         )  # fmt: skip
 
 
@@ -55,11 +57,18 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
     out = torch.empty(heads, stop - start, head_dim, dtype=pool.dtype, device=pool.device)
     if stop > start:
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
-        _move[(-(-stop // size) - start // size, heads, 1)](
+        channels = _channels(head_dim)
+        cuts = triton.cdiv(head_dim, channels)
+        _move[(-(-stop // size) - start // size, heads, cuts)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=False, num_warps=4,
+            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=False, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _channels(head_dim: int) -> int:
+    """Of a block's rows, that one program moves."""
+    return pad(head_dim, 1) if head_dim <= MOST_CHANNELS else CHANNELS
 
 
 def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
@@ -189,16 +198,17 @@ def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr
 @triton.jit(do_not_specialize=["start", "count", "table_head"])
 def _move(
     k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STORES: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr,
+    STORES: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, of the keys or of the values."""
+    """One block of one head, of the keys or of the values, or some channels of it."""
     block, head = start // SIZE + tl.program_id(0), tl.program_id(1).to(tl.int64)
     pool, rows, head_stride, row_stride = k_pool, k, k_head, k_row
-    if tl.program_id(2) == 1:
+    if tl.program_id(2) >= CUTS:
         pool, rows, head_stride, row_stride = v_pool, v, v_head, v_row
     slot = tl.load(table + head * table_head + block).to(tl.int64)
     within = tl.arange(0, SIZE)[:, None]
-    channel = tl.arange(0, WIDTH)[None, :]
+    channel = tl.program_id(2) % CUTS * WIDTH + tl.arange(0, WIDTH)[None, :]
     row = block.to(tl.int64) * SIZE + within - start
     real = (row >= 0) & (row < count) & (channel < D)
     place = (slot * HEADS + head) * SIZE + within

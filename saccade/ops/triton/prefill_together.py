@@ -40,11 +40,11 @@ class Part(NamedTuple):
 
 def form(q: Tensor, part: Part) -> tuple[int, ...] | None:
     """What parts of one launch have in common; None where a call of its own serves it as well: many rows, whose keys
-    are laid out first, few rows at the end of many keys, and other selections. The kernels serve the part (see
+    are laid out first, few rows at the end of many keys, latents, and other selections. The kernels serve the part (see
     ``dispatch.serves``)."""
     selection = part.selection
     here = q[:, part.first : part.first + selection.shape.q_len]
-    if not 1 < selection.shape.q_len < LONG:
+    if not 1 < selection.shape.q_len < LONG or part.kv.format.joined:
         return None
     if type(selection) is Dense:
         return None if pays(here, part.kv, selection.shape.q_start) else (DENSE,)

@@ -21,8 +21,8 @@ from saccade.kv.host import HostTier
 from saccade.kv.listed import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, READ, SHORT, STEP, WANTED
 from saccade.kv.offers import Offers
 from saccade.ops.triton import pages as block_pages
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists, Pages
 
 ENTRIES = 256  # of a list that a program looks at together: of what a layer reads, and of slots to be taken
 LEAST_RANKED = 16  # blocks of a ranking that are brought in
