@@ -7,9 +7,15 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from latent_helpers import WIDTHS, Latents, exact
 
+from saccade.kv import KVFormat, KVStorage
+from saccade.kv.paged import Paged
 from saccade.kv.summaries import summarize
+from saccade.kv.view import KVView
+from saccade.ops import attend
 from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
 from saccade.ops.triton.latents import Tiles, attend_latents, share_of
+from saccade.ops.triton.prefill import Config, attend_prefill, rest_of
+from saccade.selection import Band, Blocks, Dense, Shape
 from saccade.selection.forms import Summarized
 from saccade.selection.readings import Choice
 
@@ -114,3 +120,41 @@ def test_scores_of_blocks_are_means_over_all_heads(kind, size, heads):
         torch.testing.assert_close(scores[row, 0, 1:stop].double(), expected[1:], atol=1e-4, rtol=1e-5)
         assert (scores[row, 0, max(stop, 1) :] == -torch.inf).all()
         assert scores[row, 0, 0] == -torch.inf
+
+
+def filled_view(heads, length, width, values, dtype=torch.float32):
+    """Keys of ``width`` channels, and values whose last channels are zeros, in scattered pages."""
+    rng = torch.Generator().manual_seed(4)
+    layout = KVFormat(dtype, heads, width, 32, filled=values)
+    storage = KVStorage(layout, layout.blocks(length) + 2, "cpu")
+    table = torch.randperm(storage.num_blocks, generator=rng, dtype=torch.int32)[None]
+    view = KVView(Paged(storage.k, storage.v, table, length, layout))
+    k, v = torch.randn(2, heads, length, width, generator=rng).to(dtype)
+    v[..., values:] = 0
+    view.write(0, k, v)
+    return view
+
+
+@pytest.mark.parametrize("config", [None, Config(64, 32, 4, 2), Config(64, 32, 4, 2, copy=True)])
+@pytest.mark.parametrize("kind", ["dense", "band", "blocks"])
+@pytest.mark.parametrize(("width", "values"), [(48, 32), (32, 16), (96, 64), (48, 48)])
+def test_prefills_of_keys_longer_than_values(width, values, kind, config):
+    view = filled_view(4, 300, width, values)
+    q = torch.randn(4, 200, width, generator=torch.Generator().manual_seed(5))
+    shape = Shape.suffix(4, 4, 200, 300)
+    if kind == "band":
+        selection = Band(shape, window=70, sinks=5)
+    elif kind == "blocks":
+        taken = torch.rand(4, 4, 5, generator=torch.Generator().manual_seed(6)) < 0.4
+        taken[:, torch.arange(4), torch.arange(4) + 1] = True
+        selection = Blocks.from_block_mask(shape, 64, taken)
+    else:
+        selection = Dense(shape)
+    out, lse = attend_prefill(q, view, selection, scale=0.2, config=config)
+    expected, expected_lse = attend(q, view, selection, scale=0.2, backend="reference")
+    torch.testing.assert_close(out[..., :values], expected[..., :values], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_are_cut_into_two_powers_of_two():
+    assert [rest_of(width) for width in (192, 96, 48, 128, 224, 24)] == [64, 32, 16, 0, 0, 0]

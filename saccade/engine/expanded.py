@@ -93,7 +93,7 @@ def expanded_view(kv: KVView, latent: LatentRows, heads: slice) -> KVView:
     have zeros up to one width."""
     count, length = len(latent.queries[heads]), kv.length
     width = -(-max(latent.queries.shape[-1], latent.value_dim) // WHOLE) * WHOLE
-    layout = KVFormat(kv.dtype, count, width, kv.block_size)
+    layout = KVFormat(kv.dtype, count, width, kv.block_size, filled=latent.value_dim)
     storage = KVStorage(layout, layout.blocks(length), kv.device)
     table = torch.arange(storage.num_blocks, dtype=torch.int32, device=kv.device)[None]
     view = KVView(Paged(storage.k, storage.v, table, length, layout), mover=kv.mover)

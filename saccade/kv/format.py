@@ -22,7 +22,8 @@ class KVFormat:
     Rows of ``head_dim`` values go in and come out in ``dtype``; ``k`` and ``v`` say how keys and values are stored.
     ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``value_dim``: None, or that a value is
     the first so many channels of its key, and is not stored (latent attention): whoever reads values reads keys, and of
-    what comes of them the channels behind those mean nothing. ``block_size``: tokens of a block, one of BLOCK_SIZES.
+    what comes of them the channels behind those mean nothing. ``filled``: None, or that values are zeros behind so many
+    channels, which kernels need not read; then they may leave those of their results as they are. ``block_size``: tokens of a block, one of BLOCK_SIZES.
     Raises SaccadeError for a layout that does not exist.
     """
 
@@ -34,6 +35,7 @@ class KVFormat:
     v: RowFormat = AUTO
     turned: bool = False
     value_dim: int | None = None
+    filled: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:

@@ -71,10 +71,10 @@ def _channels(head_dim: int) -> int:
     return pad(head_dim, 1) if head_dim <= MOST_CHANNELS else CHANNELS
 
 
-def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
+def tiles_of(keys: Tensor, rows: int, channels: int | None = None) -> TensorDescriptor:
     """Tiles of ``rows`` of contiguous ``keys`` [kv_heads, n, head_dim] for the copy engine, rows of all heads numbered
-    through."""
-    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
+    through; of so many ``channels``, or of all."""
+    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(channels or keys.shape[-1])])
 
 
 def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor) -> None:

@@ -135,8 +135,8 @@ def _together(
     q_start, q_len = tl.load(part + 4).to(tl.int32), tl.load(part + 5).to(tl.int32)
     first = tl.load(part + 6)
     attend_tile(
-        q_ptr + first * q_row, k_pool, v_pool, blocks, offsets, indices, none, none, none, 0, out + first * out_row,
-        lse + first, q_head, q_row, table_head, out_head, out_row, count, tl.program_id(0), tile, q_start, q_len,
-        window, sinks, scale_log2, softcap, ln2, HEADS, KV_HEADS, UNITS, D, D_PAD, PAGE, SIZE, ROWS, KEYS, MODE, CAPPED,
-        PRECISION, STAGES, False, 0, 0.0,
+        q_ptr + first * q_row, k_pool, k_pool, v_pool, blocks, offsets, indices, none, none, none, 0,
+        out + first * out_row, lse + first, q_head, q_row, table_head, out_head, out_row, count, tl.program_id(0), tile,
+        q_start, q_len, window, sinks, scale_log2, softcap, ln2, HEADS, KV_HEADS, UNITS, D, D_PAD, 0, D, D_PAD, PAGE,
+        SIZE, ROWS, KEYS, MODE, CAPPED, PRECISION, STAGES, False, 0, 0.0,
     )  # fmt: skip
