@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_helpers import BOUND
+from gpu_helpers import BOUND, random_blocks
+from helpers import brute_force
 from latent_helpers import Latents, exact
 
+from saccade.kv import KVFormat, KVStorage
+from saccade.kv.paged import Paged
 from saccade.kv.summaries import summarize
+from saccade.kv.view import KVView
+from saccade.ops.movers import row_mover
 from saccade.ops.triton import latents_wide
 from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
 from saccade.ops.triton.latents import Tiles, attend_latents, tiles_for
+from saccade.ops.triton.prefill import Config, attend_prefill
+from saccade.selection import Band, Dense, Shape
 from saccade.selection.forms import Summarized
 from saccade.selection.readings import Choice
 
@@ -121,6 +128,46 @@ def test_blocks_are_summarized_and_scored(kind, size):
         expected = (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).mean(0)
         torch.testing.assert_close(scores[row, 0, 1:blocks].double(), expected[1:], atol=1e-3, rtol=1e-4)
         assert (scores[row, 0, -(-length // size) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("copy", [None, False, True])
+@pytest.mark.parametrize("kind", ["dense", "band", "blocks"])
+@pytest.mark.parametrize(("width", "values"), [(192, 128), (96, 64), (160, 128), (256, 128)])
+def test_prefills_of_keys_longer_than_values(width, values, kind, copy):
+    """Three chunks of a prompt, of which the last is no multiple of a tile."""
+    rng = torch.Generator().manual_seed(4)
+    k, v = torch.randn(2, 4, 3001, width, generator=rng).to("cuda", torch.bfloat16)
+    v[..., values:] = 0
+    layout = KVFormat(torch.bfloat16, 4, width, 32, filled=values)
+    storage = KVStorage(layout, layout.blocks(3001) + 2, "cuda", row_mover(torch.device("cuda")))
+    table = torch.randperm(storage.num_blocks, device="cuda", dtype=torch.int32)[None]
+    view = KVView(Paged(storage.k, storage.v, table, 3001, layout), mover=storage.mover)
+    view.write(0, k, v)
+    for start, stop in ((0, 700), (700, 2900), (2900, 3001)):
+        q = torch.randn(4, stop - start, width, generator=rng).to("cuda", torch.bfloat16)
+        shape, here = Shape.suffix(4, 4, stop - start, stop), view.upto(stop)
+        selection = {
+            "dense": Dense(shape), "band": Band(shape, window=300, sinks=5), "blocks": random_blocks(shape, 128, 4)
+        }[kind]  # fmt: skip
+        config = None if copy is None else Config(128, 64, 8, 2, copy=copy)
+        out, lse = attend_prefill(q, here, selection.to("cuda"), scale=0.1, config=config)
+        expected, expected_lse = brute_force(q.cpu(), k[:, :stop].cpu(), v[:, :stop].cpu(), selection.mask(), scale=0.1)
+        error = (out.cpu().double() - expected)[..., :values].norm() / expected.norm()
+        assert float(error) < BOUND[torch.bfloat16]
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("width", [576, 192])
+def test_rows_are_stored_and_gathered(width):
+    layout = KVFormat(torch.bfloat16, 1, width, 32, value_dim=128)
+    storage = KVStorage(layout, 9, "cuda", row_mover(torch.device("cuda")))
+    table = torch.randperm(9, device="cuda", dtype=torch.int32)[None]
+    view = KVView(Paged(storage.k, storage.v, table, 250, layout), mover=storage.mover)
+    k = torch.randn(1, 250, width, device="cuda", dtype=torch.bfloat16)
+    view.write(0, k[:, :77], k[:, :77])
+    view.write(77, k[:, 77:], k[:, 77:])
+    assert torch.equal(view.keys(), k)
+    assert torch.equal(view.values(30, 200), k[:, 30:200])
 
 
 def test_the_kernel_for_many_heads_is_there():
