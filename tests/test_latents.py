@@ -11,17 +11,20 @@ from covering import quick
 from engine_helpers import EVERY, tokens
 from model_pairs import GREEDY, Pair
 from test_hybrids import SPARSE
-from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
+from tiny_models import edit_config, make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import SamplingParams
 from saccade.engine import expanded
 from saccade.engine.observe import observing
 from saccade.errors import ModelError, SaccadeError
-from saccade.kv import KVFormat, KVStorage
+from saccade.kv import KVFormat, KVStorage, KVView
+from saccade.kv.paged import Paged
 from saccade.kv.row_formats import INT8
 from saccade.methods.policy import Policy
+from saccade.models.facts import described
 from saccade.models.latent import LatentAttention
-from saccade.ops import cpu
+from saccade.ops import Call, cpu, run
+from saccade.selection import Band, Blocks, Dense, Shape
 
 FAMILIES = quick(("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu"), lambda one: one == "deepseek_v3")
 CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
@@ -264,6 +267,58 @@ def test_layouts_and_configs_that_do_not_exist(tmp_path):
         refuse_unsupported({**config, "num_key_value_heads": 4, "kv_lora_rank": -1}, "here")
     with pytest.raises(ModelError, match="MLA"):
         refuse_unsupported({"model_type": "llama", "kv_lora_rank": 512}, "here")
+
+
+def test_kimi_is_read_as_the_family_that_it_is(tmp_path):
+    folder = make_checkpoint("deepseek_v3", tmp_path / "kimi", n_group=1, topk_group=1)
+    pair, ids = Pair(folder), random_ids(40, seed=1)
+    edit_config(folder, model_type="kimi_k2")
+    assert described(folder).family == "deepseek_v3"
+    with pair.llm() as llm:
+        pair.check(ids, llm.generate(ids, GREEDY)[0])
+
+
+def test_audits_and_what_is_refused(pair):
+    ids = random_ids(120, seed=9)
+    with pair.llm() as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, audit_steps=1.0)
+        output = llm.generate(ids, params, policy="topk(k=10000)")[0]
+        pair.check(ids, output)
+        assert output.report["audit"]["agreement"]["mean"] == 1
+        asked = SamplingParams(max_tokens=2, certify=(0.1, 0.1))
+        with pytest.raises(SaccadeError, match="stores latents"):
+            llm.generate(ids, asked, policy="vattention")
+        with pytest.raises(SaccadeError, match="stores latents"):
+            llm.generate(ids, SamplingParams(max_tokens=2), policy="vattention(certify=true)")
+    with pytest.raises(SaccadeError, match="tensor_parallel_size=2"):
+        pair.llm(tensor_parallel_size=2)
+
+
+@CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [32, 47, 128])
+def test_kernels_with_heads_as_lanes(heads, dtype):
+    """Rows of many heads over one list of keys: everything, both ends, and blocks, ragged, beside float64."""
+    rng = torch.Generator().manual_seed(heads)
+    for length in (1, 31, 700, 9001):
+        k = torch.randn(1, length, 96, generator=rng).to(dtype)
+        q = torch.randn(heads, 1, 96, generator=rng).to(dtype)
+        layout = KVFormat(dtype, 1, 96, 16, value_dim=64)
+        storage = KVStorage(layout, layout.blocks(length) + 3)
+        table = torch.randperm(layout.blocks(length) + 3, generator=rng)[: layout.blocks(length)].to(torch.int32)
+        storage.k.fill_(torch.nan)
+        view = KVView(Paged(storage.k, storage.v, table[None], length, layout))
+        view.write(0, k, k)
+        shape = Shape.suffix(heads, 1, 1, length)
+        some = torch.arange(0, -(-length // 48), 2)
+        blocks = Blocks.from_lists(shape, 48, [some])
+        for selection in (Dense(shape), Band(shape, window=200, sinks=5), blocks):
+            ran = run(Call(q, view, selection, 0.13), "cpu")
+            scores = (q[:, 0].double() @ k[0].double().T * 0.13).masked_fill(~selection.mask()[:, 0], -torch.inf)
+            right = scores.softmax(-1) @ k[0].double()
+            close = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(ran.out[:, 0, :64].double(), right[:, :64], rtol=close, atol=close)
+            torch.testing.assert_close(ran.lse[:, 0].double(), scores.logsumexp(-1), rtol=close, atol=close)
 
 
 def random_config(seed: int) -> tuple[str, dict]:
