@@ -59,8 +59,6 @@ VARIANTS = [
     ("gemma2-no-caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("granitemoehybrid-unrotated", "granitemoehybrid", {"position_embedding_type": None}),
     ("deepseek_v2-lite", "deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": False}),
-    ("deepseek_v3-halves", "deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "rope_parameters": None}),
-    ("deepseek_v3-kimi", "deepseek_v3", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     ("phi3-partial-rope", "phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
 ]
 CASES = [(family, family, {}) for family in CONFIGS] + VARIANTS

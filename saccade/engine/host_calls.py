@@ -77,7 +77,8 @@ class RequestRows:
     def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
         """The shape of a call of ``rows`` rows before ``stop``, which most layers share."""
         shape = self._shape
-        if shape is None or (shape.k_len, shape.q_len, shape.heads) != (stop, rows, heads):
+        asked = stop, rows, heads, kv_heads
+        if shape is None or (shape.k_len, shape.q_len, shape.heads, shape.kv_heads) != asked:
             self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
         return shape
 
