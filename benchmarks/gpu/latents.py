@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=32, help="keys of a block")
     parser.add_argument("--share", type=float, default=0.05)
+    parser.add_argument("--few", action="store_true", help="Triton's tile of 64 heads and some splits as well")
     parser.add_argument("--sweep", action="store_true", help="other tiles and splits as well")
     given = parser.parse_args()
     results = Results("latents")
@@ -91,6 +92,8 @@ def main() -> None:
         for layer in layers:
             layer.q = layer.q[:, :heads].contiguous()
         plans = [tiles_for(heads, layers[0].q, VALUES)]
+        if given.few:
+            plans.append(Tiles(64, 64, 8, 2, 1))
         if given.sweep:
             plans += [
                 Tiles(64, 64, 8, 2, 1), Tiles(64, 32, 8, 3, 1), Tiles(64, 32, 8, 2, 1), Tiles(32, 32, 4, 3, 2),
@@ -113,7 +116,7 @@ def main() -> None:
         for only in ("append", "score", "choose", ""):
             calls = [partial(chosen, layer, choice, takes, upto, only) for layer in layers]
             tried(results, less, calls, method="arkvale", heads=heads, until=only or "attention")
-        for splits in (2, 4, 8, 16) if given.sweep else ():
+        for splits in (2, 4, 8, 16) if given.sweep or given.few else ():
             calls = [partial(chosen, layer, choice, takes, upto, splits=splits) for layer in layers]
             tried(results, less, calls, method="arkvale", heads=heads, splits=splits)
         for tiles in plans[1:]:

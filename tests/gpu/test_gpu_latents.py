@@ -38,13 +38,15 @@ def agrees(rows, kept=None, limits=None, lists=None, pages=None, tiles=None, spl
         torch.testing.assert_close(lse[row].double().cpu(), expected_lse, atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("heads", [16, 20, 32, 40, 128])
+@pytest.mark.parametrize(("heads", "dtype"), [
+    (16, torch.bfloat16), (32, torch.bfloat16), (40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16),
+    (20, torch.float32),
+])  # fmt: skip
 def test_all_keys_of_unequal_rows(heads, dtype):
     agrees(Latents([1, 0, 4001, 640, 63], DEEPSEEK, heads, dtype, device="cuda", page=32))
 
 
-@pytest.mark.parametrize("widths", [(256, 32), (128, 64), (32, 8), (256, 64)])
+@pytest.mark.parametrize("widths", [(128, 32), (32, 8), (256, 64)])
 def test_other_widths(widths):
     agrees(Latents([1, 0, 1001], widths, 24, torch.bfloat16, device="cuda"))
 
@@ -63,8 +65,7 @@ def test_splits(splits, tiles):
 
 
 @pytest.mark.parametrize("tiles", [None, PLAIN])
-@pytest.mark.parametrize("spaced", [False, True])
-@pytest.mark.parametrize(("units", "size"), [(1, 32), (1, 16), (1, 1), (2, 32), (128, 1)])
+@pytest.mark.parametrize(("units", "size", "spaced"), [(1, 32, True), (1, 1, False), (2, 16, True), (128, 1, True)])
 def test_lists(units, size, spaced, tiles):
     rows = Latents([97, 5, 0, 4001], DEEPSEEK, 128, torch.bfloat16, device="cuda", page=32)
     lists, kept = rows.lists(units, size, spaced)
@@ -130,9 +131,9 @@ def test_blocks_are_summarized_and_scored(kind, size):
         assert (scores[row, 0, -(-length // size) :] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("copy", [None, False, True])
+@pytest.mark.parametrize("copy", [None, False])
 @pytest.mark.parametrize("kind", ["dense", "band", "blocks"])
-@pytest.mark.parametrize(("width", "values"), [(192, 128), (96, 64), (160, 128), (256, 128)])
+@pytest.mark.parametrize(("width", "values"), [(192, 128), (80, 48)])
 def test_prefills_of_keys_longer_than_values(width, values, kind, copy):
     """Three chunks of a prompt, of which the last is no multiple of a tile."""
     rng = torch.Generator().manual_seed(4)
