@@ -83,7 +83,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (fp8._heads, {"HEADS": 28, "ALL": 32, "HEAD_DIM": 128, "WIDTH": 128, **E4M3}, {"num_warps": 4}),
         (row_shares._add, {"WIDTH": 1024}, {"num_warps": 4}),
         (row_shares._add, {"WIDTH": 8192}, {"num_warps": 8}),
-        (pages._copy, {"LISTS": 1, "PADDED": 1, "PIECES": 512, "TILES": 1, "WIDTH": pages.WORDS}, {"num_warps": 4}),
+        (
+            pages._copy,
+            {"LISTS": 1, "PADDED": 1, "PARTS": 2, "PIECES": 512, "TILES": 1, "WIDTH": pages.WORDS},
+            {"num_warps": 4},
+        ),
         (triton_blocks._cross, {"WIDTH": 1024}, {"num_warps": 4}),
     ]
     for span, lines_span, warps in ((1024, 4096, 16), (128, 1024, 4)):

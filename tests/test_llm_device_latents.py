@@ -73,6 +73,20 @@ def test_single_calls(engines, pair, policy):
         assert set(right.report[phase]["backends"]) == {"triton"}
 
 
+@pytest.mark.parametrize("policy", RECORDED[:2])
+def test_latents_of_a_tier_in_host_memory(engines, pair, policy):
+    """Slots for a part of the latents; what recorded steps read of the others they bring in."""
+    slot = 16 * 48 * 4
+    tiered = pair.llm(exact=False, kv_memory=34 * slot, kv_host="4MiB")
+    put_on_device(tiered)
+    prompts = [random_ids(length, seed=length) for length in (150, 90)]
+    own, moved = (one.generate(prompts, GREEDY, policy=policy) for one in (engines[0], tiered))
+    for left, right in zip(own, moved):
+        assert right.error is None
+        assert tokens(left) == tokens(right)
+    assert tiered.pool.tiers is not None
+
+
 def test_widths_that_kernels_read():
     assert serves_heads(576, 512) is None
     assert serves_heads(256, None) is None

@@ -17,9 +17,9 @@ from saccade.ops.triton.decode import attend_decode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 32, 48), (8, 32, 128)])
-def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape):
-    source, target = (tuple(torch.randn(count, *shape).to(dtype) for _ in range(2)) for count in (9, 7))
+@pytest.mark.parametrize(("shape", "parts"), [((1, 16, 16), 2), ((3, 32, 48), 2), ((8, 32, 128), 2), ((1, 32, 72), 1)])
+def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape, parts):
+    source, target = (tuple(torch.randn(count, *shape).to(dtype) for _ in range(parts)) for count in (9, 7))
     want = [part.clone() for part in target]
     which, where = torch.tensor([8, 1, 4]), torch.tensor([0, 6, 2])
     pages.copy_blocks(source, which, target, where)

@@ -45,6 +45,11 @@ class Pages:
         return self.tables.stride(0), 0 if self.tables.shape[1] == 1 else self.tables.stride(1)
 
     @property
+    def parts(self) -> int:
+        """Of a block: its keys and its values, or its latents."""
+        return 2 if self.value_dim is None else 1
+
+    @property
     def far(self) -> tuple[int, int]:
         """Rows of head_dim from the pools of keys and of values to those of ``host``; see :func:`rows_between`."""
         if self.host is None:
