@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
-from saccade.kv.rows import filler, summarize_rows
+from saccade.kv.rows import Blocks, filler, summarize_rows
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
 from saccade.ops.triton.readers import load_keys, store_rows
@@ -68,9 +68,9 @@ def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
 
 
-def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor) -> None:
-    """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: keys and values [blocks, kv_heads, block_size,
-    head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on the host."""
+def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
+    """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: the parts of storage, [blocks, kv_heads,
+    block_size, head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on the host."""
     device = next((part.device for part in (source[0], target[0]) if part.is_cuda), source[0].device)
     listed = torch.cat([torch.tensor([len(which)], device="cpu"), which, where])
     if device.type == "cuda":
@@ -78,9 +78,7 @@ def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tens
     launch_copies(source, listed[1 : 1 + len(which)], target, listed[1 + len(which) :], listed, len(which))
 
 
-def launch_copies(
-    source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor, count: Tensor, most: int
-) -> None:
+def launch_copies(source: Blocks, which: Tensor, target: Blocks, where: Tensor, count: Tensor, most: int) -> None:
     """As :func:`copy_blocks`, with ``which`` and ``where`` on the device, of one dtype, of which the first ``count``
     (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over."""
     words = words_of(source[0], 1)
@@ -88,7 +86,7 @@ def launch_copies(
         return
     tiles = -(-words // WORDS)
     _copy[(min(COPIERS, most * 2 * tiles),)](
-        source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
+        source[0].data_ptr(), source[-1].data_ptr(), target[0].data_ptr(), target[-1].data_ptr(), which, where, count,
         PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
     )  # fmt: skip
 
@@ -135,17 +133,19 @@ def copy_lists(
 ):  # fmt: skip
     """The share of one of ``programs`` that copy: tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks
     and of the values', one after the other; the lists' tiles follow each other, so that programs have the same share
-    of all of them. ``PADDED``: a power of two from ``LISTS`` on. The addresses are integers, for Triton takes no tensor
+    of all of them. Values that are a part of the keys are not copied again. ``PADDED``: a power of two from ``LISTS``
+    on. The addresses are integers, for Triton takes no tensor
     of the host; it gives one below 2^31, as memory of the heap may have, a type of its own."""
     word = tl.pointer_type(tl.int64)
     step = tl.arange(0, WIDTH)
     lists = tl.arange(0, PADDED)
-    ends = tl.cumsum(tl.load(count + lists * count_row, mask=lists < LISTS, other=0).to(tl.int32) * 2 * TILES, 0)
+    tiles = tl.where(tl.cast(k_from, tl.int64) == tl.cast(v_from, tl.int64), TILES, 2 * TILES)  # of a block
+    ends = tl.cumsum(tl.load(count + lists * count_row, mask=lists < LISTS, other=0).to(tl.int32) * tiles, 0)
     for tile in tl.range(program, tl.max(ends, 0), programs):
         before = ends <= tile
         own = tl.sum(before.to(tl.int32), 0)
         rest = tile - tl.max(tl.where(before, ends, 0), 0)
-        item, part = rest // (2 * TILES), rest % (2 * TILES)
+        item, part = rest // tiles, rest % tiles
         block = tl.load(which + own * list_row + item).to(tl.int64)
         place = tl.load(where + own * list_row + item).to(tl.int64)
         source, target = tl.cast(k_from, tl.int64), tl.cast(k_to, tl.int64)
