@@ -2,10 +2,10 @@
 
 The file has no name: it is unlinked as soon as it is open, so that the system takes it back however this process ends.
 A page at its head names the version and the KV format; behind it lie *cells* of equal size, each a frame and a part's
-keys and values, or keys alone where values are channels of them. A frame says whose part it is (this file, layer, block, generation) and which write of the file it was,
-and holds checksums of both halves (of nothing for one that is not stored), so that a torn, flipped, stale or misplaced part is known before anything reads it.
-An older version of the same part in the same cell is sound in all else: its write alone tells that a later one was
-lost.
+keys and values, or keys alone where values are channels of them. A frame says whose part it is (this file, layer,
+block, generation) and which write of the file it was, and holds checksums of both halves (of nothing for one that is
+not stored), so that a torn, flipped, stale or misplaced part is known before anything reads it. An older version of the
+same part in the same cell is sound in all else: its write alone tells that a later one was lost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.compute import Compute

@@ -70,7 +70,8 @@ class LatentRows:
 
     ``queries`` [heads, rows, key channels]: the rows' own, as they meet such keys. ``expand(stored, heads)`` makes of
     latents as they are stored [n, head_dim] the keys [heads, n, key channels] and values [heads, n, value_dim] of some
-    heads. ``pays_from``: of how many rows on that takes fewer products where all keys are read. Rows attended so are taken (:meth:`take`); what ``run`` returns for them does not count.
+    heads. ``pays_from``: of how many rows on that takes fewer products where all keys are read. Rows attended so are
+    taken (:meth:`take`); what ``run`` returns for them does not count.
     """
 
     queries: Tensor

@@ -195,6 +195,6 @@ def _refuse_odd_latents(config: Config, where: str) -> None:
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and kv_heads and heads != kv_heads:
         raise ModelError(
-            f"{where}: num_key_value_heads ({kv_heads}) must be num_attention_heads ({heads}): latents hold a key and a "
-            "value of every head"
+            f"{where}: num_key_value_heads ({kv_heads}) must be num_attention_heads ({heads}): a latent holds every "
+            "head's key and value"
         )
