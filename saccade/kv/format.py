@@ -23,7 +23,8 @@ class KVFormat:
     ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``value_dim``: None, or that a value is
     the first so many channels of its key, and is not stored (latent attention): whoever reads values reads keys, and of
     what comes of them the channels behind those mean nothing. ``filled``: None, or that values are zeros behind so many
-    channels, which kernels need not read; then they may leave those of their results as they are. ``block_size``: tokens of a block, one of BLOCK_SIZES.
+    channels, which kernels need not read; nor do those of what comes of them mean anything. ``block_size``: tokens of a
+    block, one of BLOCK_SIZES.
     Raises SaccadeError for a layout that does not exist.
     """
 
