@@ -48,8 +48,9 @@ class KVFormat:
                 f"keys of format {self.k.name!r} and values of {self.v.name!r}: kernels find both by one offset; give "
                 "one format for both"
             )
-        if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
-            raise SaccadeError(f"value_dim={self.value_dim} must be from 1 to head_dim={self.head_dim}")
+        for name, channels in (("value_dim", self.value_dim), ("filled", self.filled)):
+            if channels is not None and not 1 <= channels <= self.head_dim:
+                raise SaccadeError(f"{name}={channels} must be from 1 to head_dim={self.head_dim}")
 
     @property
     def joined(self) -> bool:
