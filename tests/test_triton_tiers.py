@@ -34,6 +34,14 @@ def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape, parts):
         assert torch.equal(got, expected)
 
 
+def test_blocks_whose_values_are_channels_of_their_keys_are_copied_once():
+    source, target = torch.randn(9, 1, 16, 48), torch.randn(7, 1, 16, 48)
+    want, which, where = target.clone(), torch.tensor([8, 1, 4]), torch.tensor([0, 6, 2])
+    want[where] = source[which]
+    pages.copy_blocks((source,), which, (target,), where)
+    assert torch.equal(target, want)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_sequence_over_two_memories_by_kernels(apart):
     form = KVFormat(torch.float32, 2, 16, 16)
