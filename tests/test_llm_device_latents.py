@@ -87,6 +87,16 @@ def test_latents_of_a_tier_in_host_memory(engines, pair, policy):
     assert tiered.pool.tiers is not None
 
 
+def test_audited_rows_run_by_the_host(pair):
+    audited = pair.llm(exact=False, audit=1.0)
+    put_on_device(audited)
+    ids = random_ids(60, seed=9)
+    output = audited.generate([ids], GREEDY, policy="dense")[0]
+    pair.check(ids, output)
+    assert "triton" not in output.report["decode"]["backends"]
+    assert output.report["audit"]["retained_mass"]["mean"] == pytest.approx(1.0, abs=1e-5)
+
+
 def test_widths_that_kernels_read():
     assert serves_heads(576, 512) is None
     assert serves_heads(256, None) is None

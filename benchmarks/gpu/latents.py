@@ -61,7 +61,7 @@ def chosen(layer: Layer, choice: Choice, take, upto, only: str = "", **options) 
 
 def reading_gbps(layers: list[Layer]) -> float:
     """Of a sum over the latents."""
-    took = time_ms(lambda: [layer.pool.view(torch.int32).sum() for layer in layers])
+    took = time_ms(lambda: [layer.pool.view(torch.float32).sum() for layer in layers])
     return sum(layer.pool.numel() * layer.pool.element_size() for layer in layers) / took / 1e6
 
 

@@ -18,7 +18,17 @@ from torch import Tensor
 from saccade.ops.layout import rows
 from saccade.ops.triton import latents_wide
 from saccade.ops.triton.batch import KeyLists, Pages, even_splits, listed_keys
-from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
+from saccade.ops.triton.common import (
+    LOG2E,
+    begin,
+    cap_logits,
+    is_hopper,
+    launched,
+    pad,
+    pool_places,
+    precision,
+    processors,
+)
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import load_keys
 
@@ -40,8 +50,8 @@ def tiles_for(members: int, q: Tensor, value_dim: int) -> Tiles:
         return Tiles(16, 16, 4, 2, 1)
     if members <= 16:
         return Tiles(16, 32, 4, 3, 2)
-    if members <= 32:
-        return Tiles(32, 32, 4, 3, 2)
+    if members <= 32 or not is_hopper(q.device):
+        return Tiles(32, 32, 8, 2, 1)
     if latents_wide.serves(q, value_dim):
         return Tiles(latents_wide.HEADS, latents_wide.KEYS, latents_wide.WARPS, 1, 1, wide=True)
     return Tiles(64, 64, 8, 2, 1)
