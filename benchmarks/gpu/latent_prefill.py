@@ -29,7 +29,7 @@ from saccade.selection import Dense, Shape
 
 ALL, RANK, PLAIN, TURNED, VALUES = 128, 512, 128, 64, 128
 SCALE = (PLAIN + TURNED) ** -0.5
-METHODS = ("sampled_rows(threshold=0.0005)", "xattention", "flexprefill", "flashprefill")
+METHODS = ("sampled_rows(threshold=0.0005)", "xattention", "flexprefill(lines=block)", "flashprefill")
 
 
 def main() -> None:
