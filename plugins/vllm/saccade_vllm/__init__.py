@@ -8,18 +8,19 @@ has one backend, which is replaced once a policy is set.
 
 from __future__ import annotations
 
-from saccade_vllm.settings import POLICY, Settings
+import os
+
+from saccade_vllm.settings import POLICY
 
 __all__ = ["POLICY", "register"]
 
 
 def register() -> None:
-    """Offer the backends to vLLM, in each of its processes. SaccadeError for settings that cannot be served, at once:
-    not when the first long prompt comes."""
+    """Offer the backends to vLLM, in each of its processes. vLLM goes on without a plugin that fails here, so a policy
+    that cannot be served is refused by the backend, when the model's layers are made."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    settings = Settings.read()
     register_backend(AttentionBackendEnum.CUSTOM, "saccade_vllm.flash_attention.Backend")
-    if current_platform.is_cpu() and settings is not None:  # the platform knows no other name
+    if current_platform.is_cpu() and os.environ.get(POLICY, "").strip():  # the platform knows no other name
         register_backend(AttentionBackendEnum.CPU_ATTN, "saccade_vllm.cpu_attention.Backend")

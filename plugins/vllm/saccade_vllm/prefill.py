@@ -111,7 +111,9 @@ class Prefill:
         counts = self.counts
         with self._lock:
             share = counts.density
-            text = f"saccade: '{self.policy.text}' read {100 * share:.1f} % of the keys of {counts.rows // self.layers} "
+            text = (
+                f"saccade: '{self.policy.text}' read {100 * share:.1f} % of the keys of {counts.rows // self.layers} "
+            )
             text += f"prompt tokens in {self.layers} layers"
             if counts.whole:
                 text += f", all of them in {counts.whole} of {counts.calls} calls"
