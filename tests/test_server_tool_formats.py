@@ -268,14 +268,17 @@ ODD = [
     ("llama4_pythonic", "so <|python_start|>[h(a=1)]<|python_end|>", ["so ", ("h", '{"a": 1}')]),
     ("llama4_pythonic", "[f(n=1)]", [("f", '{"n": 1}')]),
     ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {}}]<|tool_call_end|>hi', [("f", "{}"), "hi"]),
-    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="n">5</｜DSML｜parameter>'
-     '<｜DSML｜parameter name="q" string="false">[1]</｜DSML｜parameter><｜DSML｜parameter name="s" string="false">a b'
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="n">5'
+     '</｜DSML｜parameter><｜DSML｜parameter name="q" string="false">[1]</｜DSML｜parameter>'
+     '<｜DSML｜parameter name="s" string="false">a b'
      "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", [("f", '{"n": 5, "q": [1], "s": "a b"}')]),
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">'
      "a </｜DSML｜parameter> b</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls> done",
      [("f", '{"s": "a </｜DSML｜parameter> b"}'), " done"]),
-    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="maybe">x', None),
-    ("deepseek_v4", '<｜DSML｜function_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function_calls>', None),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="maybe">x',
+     None),
+    ("deepseek_v4", '<｜DSML｜function_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function_calls>',
+     None),
     ("kimi_k2", KIMI[0] + KIMI[1] + "f" + KIMI[2] + "{}" + KIMI[3] + KIMI[4] + "so", [("f", "{}"), "so"]),
     ("kimi_k2", KIMI[0] + KIMI[1] + "functions.a.b:12" + KIMI[2] + "{}", [("a.b", "{}")]),
     ("kimi_k2", KIMI[0] + KIMI[1] + "functions.f:x" + KIMI[2] + "{}" + KIMI[3] + KIMI[4], None),

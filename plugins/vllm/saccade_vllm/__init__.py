@@ -1,5 +1,5 @@
-"""Sparse prefill in vLLM: rows of long prompts read the keys that one of Saccade's methods chooses, over vLLM's own block
-tables; decode, short prompts and sliding-window layers are vLLM's as before.
+"""Sparse prefill in vLLM: rows of long prompts read the keys that one of Saccade's methods chooses, over vLLM's own
+block tables; decode, short prompts and sliding-window layers are vLLM's as before.
 
 ``pip install ./plugins/vllm``, then ``SACCADE_POLICY=flexprefill vllm serve MODEL --attention-backend CUSTOM``. vLLM
 finds :func:`register` by its entry point. On a GPU the backend is FlashAttention's with another prefill; on a CPU vLLM

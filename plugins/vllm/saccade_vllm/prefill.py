@@ -79,8 +79,8 @@ class Prefill:
     def attend(
         self, q: Tensor, pages: Tensor, rows: Rows, layer: int, scale: float, softcap: float | None, out: Tensor
     ) -> None:
-        """The packed rows ``q`` [rows, heads, head_dim] of one sequence, whose keys ``pages`` holds (see rows.view), into
-        ``out`` of q's shape."""
+        """The packed rows ``q`` [rows, heads, head_dim] of one sequence, whose keys ``pages`` holds (see rows.view),
+        into ``out`` of q's shape."""
         kv = view(pages, rows.table, rows.length, row_mover(q.device) or by_torch)
         q = q.transpose(0, 1)
         shape = Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], rows.length, q.device)
@@ -111,10 +111,9 @@ class Prefill:
         counts = self.counts
         with self._lock:
             share = counts.density
-            text = (
-                f"saccade: '{self.policy.text}' read {100 * share:.1f} % of the keys of {counts.rows // self.layers} "
-            )
-            text += f"prompt tokens in {self.layers} layers"
+            tokens = counts.rows // self.layers
+            text = f"saccade: '{self.policy.text}' read {100 * share:.1f} % of the keys of {tokens} prompt tokens in "
+            text += f"{self.layers} layers"
             if counts.whole:
                 text += f", all of them in {counts.whole} of {counts.calls} calls"
             return "; ".join([text, *sorted(counts.notes)])

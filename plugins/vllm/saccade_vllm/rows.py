@@ -62,8 +62,8 @@ def view(pages: Tensor, table: Tensor, length: int, mover: RowMover) -> KVView:
     blocks, two, kv_heads, block_size, head_dim = pages.shape
     if two != 2 or not pages.is_contiguous() or block_size not in BLOCK_SIZES:
         raise ValueError(
-            f"saccade reads a KV cache [blocks, 2, kv_heads, block_size, head_dim] that is contiguous, with a block_size "
-            f"of {', '.join(map(str, BLOCK_SIZES))}; got {tuple(pages.shape)} with strides {pages.stride()}"
+            "saccade reads a KV cache [blocks, 2, kv_heads, block_size, head_dim] that is contiguous, with a "
+            f"block_size of {', '.join(map(str, BLOCK_SIZES))}; got {tuple(pages.shape)} with strides {pages.stride()}"
         )
     flat = pages.view(2 * blocks, kv_heads, block_size, head_dim)
     own = KVFormat(pages.dtype, kv_heads, head_dim, block_size)

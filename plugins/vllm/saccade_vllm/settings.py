@@ -45,6 +45,8 @@ def usable(policy: Policy) -> Policy:
         why = f"'{method.text}' looks at what layers take in, which vLLM does not hand to attention"
     elif not policy.decode.is_dense:
         why = f"'{policy.decode.text}' chooses in decode, and vLLM decodes by kernels of its own"
+        if not method.is_dense:
+            why += f" (write 'prefill={method.text}, decode=dense')"
     elif policy.freeze is not None:
         why = f"'{policy.freeze.text}' has rows skip layers, and vLLM runs every row through every layer"
     elif policy.window is not None and policy.window.calibration is not None:

@@ -20,7 +20,8 @@ from saccade.server.tool_formats.tag_formats import DeepSeek4, DeepSeek32, Glm45
 
 # Where several fit a template, the first one is meant.
 _KINDS: tuple[type[ToolFormat], ...] = (
-    Harmony, MistralArgs, Mistral, KimiK2, DeepSeek32, DeepSeek4, DeepSeek3, DeepSeek31, SeedOss, Glm47, Glm45, Qwen3Coder, Lfm2, Granite, Hermes,
+    Harmony, MistralArgs, Mistral, KimiK2, DeepSeek32, DeepSeek4, DeepSeek3, DeepSeek31, SeedOss, Glm47, Glm45,
+    Qwen3Coder, Lfm2, Granite, Hermes,
     Llama4Pythonic, Pythonic, Llama4Json, Llama3Json, JsonList,
 )  # fmt: skip
 FORMATS: dict[str, ToolFormat] = {kind.name: kind() for kind in _KINDS}
