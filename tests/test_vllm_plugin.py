@@ -66,7 +66,7 @@ def test_a_cache_that_lies_otherwise_is_refused():
 @pytest.mark.parametrize(
     "policy",
     [
-        "flexprefill(gamma=0.1, min_budget=32, max_budget=96, block_size=32)",
+        "flexprefill(gamma=0.1, min_budget=64, block_size=64)",
         "flashprefill(alpha=0.9, sink_blocks=1, window_blocks=1, last_blocks=1, block_size=32)",
         "psaw(phi=0.3, start_layer=1, local=32, block_size=32)",
     ],
