@@ -360,9 +360,35 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
         assert part.cell.run.protocol == "D"
 
 
+@pytest.mark.usefixtures("always_right")
+def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, tiny_llama, capsys):
+    out = tmp_path / "out"
+    command = [
+        *("eval", "board", "--model", tiny_llama, "--method", "streaming", "--method", "quest", "--recall", 0),
+        *("-t", "single", "-t", "multikey", "--length", 256, "--budget", 0.3, "--budget", 0.5, "--protocol", "B"),
+        *("--dtype", "float32", "--kv-memory", "8MiB", "--drift", 12, "--each", 3, "--out", out),
+    ]
+    assert run(*command, "--no-answers") == 0
+    drifts = {file.name: file.read_bytes() for file in out.glob("results/drift/256-12/*.json")}
+    assert not list(out.glob("results/*/predictions.jsonl"))
+    assert len(drifts) >= 4
+    assert run(*command) == 0
+    assert {file.name: file.read_bytes() for file in out.glob("results/drift/256-12/*.json")} == drifts
+    data = json.loads((out / "board.json").read_text())
+    assert {(one["method"], one["budget"]) for one in data["rows"]} == {
+        (name, budget) for name in ("streaming", "quest") for budget in (0.3, 0.5)
+    }
+    for file in out.glob("results/*/predictions.jsonl"):
+        tasks = [json.loads(line)["task"] for line in file.read_text().splitlines()]
+        assert tasks == ["single", "multikey"] * 2  # three of both together, rounded up
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--each", "0"], "each=0: must be an integer >= 1"),
+        (["--each", "3", "--samples", "3"], "each=3: give it or samples"),
+        (["--drift", "-1"], "drift=-1 must be"),
         (["--budget", "1.5"], "budget=1.5 must be above 0 and below 1"),
         (["--protocol", "C"], "protocol='C' is not on the board; known: B, D"),
         (["--method", "qest"], "method 'qest' is not on the board; known: .*quest"),

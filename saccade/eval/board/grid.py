@@ -81,13 +81,12 @@ def named(methods: Sequence[str]) -> tuple[Entry, ...]:
     unknown = next((name for name in methods if name not in known), None)
     if unknown is not None:
         raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(map(repr, sorted(known)))}")
-    rows = (
-        entry
-        for name in methods
-        for entry in ENTRIES
-        if entry.name == name or (name in entry.methods and not entry.slow)
-    )
-    return tuple(dict.fromkeys(rows))
+    found: dict[str, Entry] = {}
+    for name in methods:
+        for entry in ENTRIES:
+            if entry.name == name or (name in entry.methods and not entry.slow):
+                found.setdefault(entry.name, entry)
+    return tuple(found.values())
 
 
 FIXED = Grid()
