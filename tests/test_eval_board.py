@@ -19,12 +19,13 @@ from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
+from saccade.eval.board.equal import equal_bytes, equal_recall
 from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Placed, Play, _known, jobs, play, prepare_data
-from saccade.eval.board.rows import BY_NAME, equal_bytes, equal_recall, fold
+from saccade.eval.board.rows import BY_NAME, fold
 from saccade.eval.metrics import METRICS
 from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load
@@ -365,15 +366,15 @@ def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, t
     out = tmp_path / "out"
     command = [
         *("eval", "board", "--model", tiny_llama, "--method", "streaming", "--method", "quest", "--recall", 0),
-        *("-t", "single", "-t", "multikey", "--length", 256, "--budget", 0.3, "--budget", 0.5, "--protocol", "B"),
-        *("--dtype", "float32", "--kv-memory", "8MiB", "--drift", 12, "--each", 3, "--out", out),
+        *("-t", "single", "-t", "multikey", "--length", 640, "--budget", 0.3, "--budget", 0.5, "--protocol", "B"),
+        *("--dtype", "float32", "--kv-memory", "16MiB", "--drift", 12, "--each", 3, "--out", out),
     ]
     assert run(*command, "--no-answers") == 0
-    drifts = {file.name: file.read_bytes() for file in out.glob("results/drift/256-12/*.json")}
+    drifts = {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")}
     assert not list(out.glob("results/*/predictions.jsonl"))
     assert len(drifts) >= 4
     assert run(*command) == 0
-    assert {file.name: file.read_bytes() for file in out.glob("results/drift/256-12/*.json")} == drifts
+    assert {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")} == drifts
     data = json.loads((out / "board.json").read_text())
     assert {(one["method"], one["budget"]) for one in data["rows"]} == {
         (name, budget) for name in ("streaming", "quest") for budget in (0.3, 0.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,43 @@ def place_of(results: Path, length: int, tokens: int, policy: str) -> Path:
     return results / FOLDER / f"{length}-{tokens}" / f"{slug(policy)[:80]}-{digest}.json"
 
 
-def load_drift(file: Path) -> dict[str, Any] | None:
+def load_drift(file: Path) -> Drift | None:
     """What lies in ``file``; None where nothing was measured yet. RequestError for what is no record."""
-    return read_json(file) if file.is_file() else None
+    return Drift(read_json(file)) if file.is_file() else None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One policy's over one passage, as it lies in a file."""
+
+    record: Mapping[str, Any]
+
+    @property
+    def policy(self) -> str:
+        return self.record["policy"]
+
+    @property
+    def kl(self) -> list[float]:
+        """To dense attention, nats a forced token."""
+        return self.record["kl"]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.kl) / len(self.kl)
+
+    @property
+    def agree(self) -> float:
+        """Share of the tokens whose likeliest one is dense attention's."""
+        return sum(self.record["agree"]) / len(self.record["agree"])
+
+    def keys(self, phase: str) -> float | None:
+        """Share of the keys that dense attention reads."""
+        return self.record[phase]["density"]
+
+    def time(self, phase: str) -> float | None:
+        """Over dense attention's, of one sequence where the drift was measured; None where that took none."""
+        seconds = self.record["dense_seconds"][phase]
+        return self.record[phase]["seconds"] / seconds if seconds else None
 
 
 class Drifts:
@@ -40,16 +76,15 @@ class Drifts:
         self.llm, self.results, self.length, self.tokens = llm, results, length, tokens
         self._described = described_model(llm, model)
 
-    def known(self, policy: Policy) -> dict[str, Any] | None:
+    def known(self, policy: Policy) -> Drift | None:
         """What was measured before. RequestError where that is of other weights."""
         found = load_drift(self._file(policy))
-        if found is not None and found["weights"] != self._described["weights_sha256"]:
+        if found is not None and found.record["weights"] != self._described["weights_sha256"]:
             raise RequestError(f"{self._file(policy)} was measured on another model; give another --out, or remove it")
         return found
 
-    def of(self, policy: Policy) -> dict[str, Any]:
-        """A policy's record: KL in nats and agreement by token, keys read by phase (as ``drift.measure.run``), and what
-        dense attention took beside. SaccadeError where it does not run."""
+    def of(self, policy: Policy) -> Drift:
+        """A policy's, measured unless it was before. SaccadeError where it does not run."""
         found = self.known(policy)
         if found is not None:
             return found
@@ -69,7 +104,7 @@ class Drifts:
             "dense_seconds": {phase: base[phase]["seconds"] for phase in ("prefill", "decode")},
         }
         write_json(self._file(policy), record)
-        return record
+        return Drift(record)
 
     def _file(self, policy: Policy) -> Path:
         return place_of(self.results, self.length, self.tokens, policy.text)

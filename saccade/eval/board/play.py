@@ -12,7 +12,7 @@ import torch
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError, SaccadeError
-from saccade.eval.board.drifts import Drifts, place_of
+from saccade.eval.board.drifts import Drift, Drifts, place_of
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import PROTOCOLS, Grid
 from saccade.eval.board.matching import distance, nearest
@@ -134,16 +134,19 @@ def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note
         refuse_weak(placed)
         name = job.entry.name if job.entry else "dense"
         note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job)} settings")
+        for one in placed:
+            if one.error is not None:
+                note(f"{one.policy}: {one.error}")
         yield placed
 
 
 def refuse_weak(placed: Iterable[Placed]) -> None:
-    """RequestError if dense attention scores below half of what is possible in one of these: the order of rows that are
-    compared with it would be chance."""
+    """RequestError if dense attention scores below half of what is possible in every task of one of these: the order of
+    rows that are compared with it would be chance. Tasks that it does to less than half are left out of the others."""
     for one in placed:
         if one.name == "dense" and one.folder is not None:
             dense = dense_score(Run.load(one.folder))
-            if dense is not None and dense.warning is not None:
+            if dense is not None and dense.warning is not None and len(dense.low) == len(dense.tasks):
                 raise RequestError(
                     f"no board can be made of {one.folder.name} ({one.length} tokens, protocol {one.protocol}): "
                     f"{dense.warning}"
@@ -194,7 +197,7 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
             def measure(at: int, policies: list[Policy] = policies) -> float:
                 if at not in seen:
                     if drifts is not None:
-                        seen[at] = _drift(drifts, policies[at], play)[entry.phase]["density"]
+                        seen[at] = _drift(drifts, policies[at], play).keys(entry.phase) or 0.0
                     else:
                         run = Run.load(_answer(llm, job, play, policies[at], probe=True))
                         seen[at] = _density(run, entry.phase)
@@ -215,7 +218,7 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
         return
 
 
-def _drift(drifts: Drifts, policy: Policy, play: Play) -> dict[str, Any]:
+def _drift(drifts: Drifts, policy: Policy, play: Play) -> Drift:
     """A policy's drift, unless the time is over and it was not measured before."""
     if play.late and drifts.known(policy) is None:
         raise _Late
