@@ -80,7 +80,7 @@ def test_pages_of_few_directions_of_huge_values_and_of_none():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("size", "dtype"), [(16, torch.float32), (8, torch.float16), (32, torch.float32)])
 def test_pages_weigh_what_the_reference_says_and_the_same_are_read(size, dtype, softcap):
-    methods = (Locks(budget=96, block_size=size), Locks(budget=80, block_size=size))
+    methods = (Locks(budget=128, block_size=size), Locks(budget=100, block_size=size))
     choice = methods[0].device_plan(Spec).layers[0]
     rows = Rows(LENGTHS, size, "low_rank", dtype)
     form, take, upto, _ = readings(methods, rows)
