@@ -41,7 +41,9 @@ def main() -> None:
     lengths = sorted({min(most, int(one)) for one in given.lengths.split(",")})
     ids = pays._text(engine, lengths[-1])
     rows = []
-    print("| length | policy | prefill, s | of dense's | step, ms | of dense's |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| length | policy | prefill, s | of dense's | step, ms | of dense's |\n|---|---|---|---|---|---|", flush=True
+    )
     for length in lengths:
         known: dict[str, tuple[float, float]] = {}
         for text in ("dense", *(given.policy or POLICIES)):

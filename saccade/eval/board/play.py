@@ -180,13 +180,22 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
         folder = _answer(llm, job, play, policy) if play.grid.answers else None
         return Placed(name, job.protocol, job.length, budget, policy.text, folder, drift=file)
 
+    def failed(policy: Policy, budget: float | None, error: SaccadeError) -> Placed:
+        assert job.entry is not None, "what dense attention cannot do, nothing is compared with"
+        why = " ".join(str(error).split())
+        return Placed(job.entry.name, job.protocol, job.length, budget, policy.text, None, why)
+
     entry = job.entry
     try:
         if entry is None:
             yield placed(Policy(), None)
             return
         if entry.dial is None:
-            yield placed(entry.policy(job.protocol, 1.0, None), None)
+            policy = entry.policy(job.protocol, 1.0, None)
+            try:
+                yield placed(policy, None)
+            except SaccadeError as error:
+                yield failed(policy, None, error)
             return
         values = entry.dial.values(job.length)
         seen: dict[int, float] = {}
@@ -212,8 +221,7 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
                 found = nearest(len(values), measure, budget, first, entry.dial.step)
                 yield placed(policies[found.at], budget)
             except SaccadeError as error:
-                why = " ".join(str(error).split())
-                yield Placed(entry.name, job.protocol, job.length, budget, policies[first].text, None, why)
+                yield failed(policies[first], budget, error)
     except _Late:
         return
 

@@ -43,8 +43,8 @@ def score_records(
     q: Tensor, pages: Pages, pointers: Tensor, choice: Choice, scale: float, softcap: float | None
 ) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, kv_heads, n]: what each page weighs to the heads of a KV head, as
-    methods/locks.py has it with ``combine="mass"``; -inf where a page is not to be chosen. ``n``: what ``pages.longest``
-    keys make."""
+    methods/locks.py has it with ``combine="mass"``; -inf where a page is not to be chosen. ``n``: as many pages as
+    ``pages.longest`` keys make."""
     q = laid(q)
     batch, heads, head_dim = q.shape
     kv_heads, blocks, device = pages.k.shape[1], -(-pages.longest // choice.size), q.device
@@ -278,7 +278,7 @@ def _combine(
         mask=here[:, None] & (part < tl.num_programs(0))[None, :],
         other=float("-inf"),
     )
-    top = tl.max(tops, 1)
+    top = tl.where(here, tl.max(tops, 1), 0.0)
     weight = tl.load(
         weights + head[None, :] * blocks + block[:, None],
         mask=wanted[:, None] & here[None, :],
