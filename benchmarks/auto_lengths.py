@@ -1,6 +1,6 @@
 """From which length policies pay: prefill and decode steps beside dense attention's, by turns, over one text.
 
-    python benchmarks/auto_lengths.py qwen2.5-coder --lengths 8192,16384,32000 [--device cuda] -p "sampled_rows+psa" -p lfps
+    python benchmarks/auto_lengths.py qwen2.5-coder --lengths 8192,16384,32000 -p "sampled_rows+psa" -p lfps
 
 A row a length and policy: seconds of the prefill and of a step behind it, each over dense attention's next to it, the
 best of ``--repeats`` runs. These are the times that policy ``auto`` goes by (saccade/engine/pays.py), at more lengths.

@@ -230,14 +230,14 @@ def _made(about: dict[str, Any]) -> list[str]:
 HOW = (
     "Points lost: dense's score minus the method's over the same samples, with the paired 95 % bootstrap interval. "
     "Rows are sorted by it, the least first; equal losses by keys read. Every method has one option, its dial, which "
-    "was turned until the keys that it read on the first sample of each task, or on forced tokens where there is a KL, met "
-    "the budget; the keys in a row are those of all its samples.",
+    "was turned until the keys that it read on the first sample of each task, or on forced tokens where there is a KL, "
+    "met the budget; the keys in a row are those of all its samples.",
     "Bytes are keys, values, keys scored exactly and block summaries or labels, over what dense reads; – where the "
     "size of what stands for keys is not known. In prefill they are products, not traffic. Tables at equal bytes and "
     "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
-    "KL is that of the next token's distribution to dense attention's, over forced tokens of made prose in which facts "
-    "come again; tables at equal drift take the straight line between the logarithms of two settings' KL. Time is that of "
-    "the method's phase over dense attention's there, one sequence alone.",
+    "KL is that of the next token's distribution to dense attention's, over forced tokens of made prose in which "
+    "facts come again; tables at equal drift take the straight line between the logarithms of two settings' KL. Time "
+    "is that of the method's phase over dense attention's there, one sequence alone.",
     "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
     "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths; n samples were "
     "answered.",
