@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from engine_helpers import GREEDY, make, tokens
 from tiny_models import random_ids
 
 from saccade import SamplingParams
+from saccade.cli.main import main
 from saccade.engine import automatic, pays
 from saccade.engine.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
@@ -303,3 +305,12 @@ def test_prefixes_are_no_matter_to_a_session(tiny_llama, timed, llm, monkeypatch
     assert llm.generate([ids], params, policy="auto")[0].report["policy"] == "psa"
     with llm.session("auto") as session:
         assert session.generate(ids, params).report["policy"] == SAFE
+
+
+def test_pages_and_the_list_of_methods_name_the_same_preset(capsys):
+    docs = Path(__file__).parent.parent / "docs"
+    for page in ("choosing.md", "algorithms.md"):
+        assert f"`{SAFE}`" in (docs / page).read_text(encoding="utf-8"), page
+    with pytest.raises(SystemExit):
+        main(["methods"])
+    assert SAFE in " ".join(capsys.readouterr().out.split())

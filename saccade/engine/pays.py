@@ -169,8 +169,8 @@ def both_ends(lengths: Sequence[int]) -> list[int]:
 
 
 def _foreseen(lengths: Sequence[int], each: float) -> float:
-    """Seconds that runs of two policies at :func:`both_ends` of ``lengths`` take, where a short prefill takes ``each`` a
-    token: long ones take more, and steps come beside them."""
+    """Seconds that runs of two policies at :func:`both_ends` of ``lengths`` take, where a short prefill takes ``each``
+    a token: long ones take more, and steps come beside them."""
     return 1.5 * 2 * sum(both_ends(lengths)) * each
 
 
