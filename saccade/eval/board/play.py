@@ -114,7 +114,9 @@ def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
     drift turns the dials, a row's budgets are jobs of their own, those nearest MIDDLE first: a board that is cut short
     has that one whole."""
     rows: list[Job] = []
-    parts = [(budget,) for budget in sorted(grid.budgets, key=lambda one: distance(one, MIDDLE))]
+    parts: list[tuple[float | None, ...]] = [
+        (one,) for one in sorted(grid.budgets, key=lambda one: distance(one, MIDDLE))
+    ]
     for length in sorted(grid.lengths, reverse=True):
         for letter in grid.protocols:
             rows.append(Job(None, letter, length, data[length]))
