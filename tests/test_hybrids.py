@@ -381,7 +381,7 @@ def test_sparse_methods_read_the_layers_that_attend(pair, llm, policy):
     """Under each method turns go on from kept states as a fresh run of the whole does."""
     ids = random_ids(120, seed=11)
     parsed = Policy.parse(policy)
-    if parsed.freeze is not None or parsed.window is not None or parsed.decode.name == "lossless":
+    if parsed.freeze is not None:
         with pytest.raises(PolicyError, match="layers that keep a state"):
             llm.generate(ids, GREEDY, policy=policy)
         return
@@ -485,7 +485,7 @@ def test_heads_of_256_twelve_to_a_kv_head(tmp_path):
 
 @costly
 def test_what_is_refused_says_why(pair, llm):
-    for policy in ("lossless", "psaw", "etf"):
+    for policy in ("etf", "cpe", "psaw+etf(reuse=kv)"):
         with pytest.raises(PolicyError, match="layers that keep a state"):
             llm.generate(random_ids(5, seed=1), GREEDY, policy=policy)
     with pytest.raises(CapacityError, match="a quarter of it holds"):

@@ -143,7 +143,10 @@ class Memories(dict[int, SequenceMemory]):
 
     def settled(self, sequence: int) -> None:
         """Nobody goes back to a row of the last step."""
-        self[sequence].history.clear()
+        memory = self[sequence]
+        memory.history.clear()
+        if memory.kept is not None:
+            memory.kept.settled()
 
     def forget_states(self, sequence: int) -> None:
         """Drop what the decode method has learnt, and nothing else."""
