@@ -57,7 +57,9 @@ def test_guessed_rows_that_are_taken_back_leave_nothing(pair, llm, plain, drafte
     with drafting(llm, drafter(right)):
         outputs = llm.generate(PROMPTS, LONG)
     held(pair, llm, plain, outputs)
-    drafted, accepted = (sum(output.report[name] for output in outputs) for name in ("drafted_tokens", "accepted_tokens"))
+    drafted, accepted = (
+        sum(output.report[name] for output in outputs) for name in ("drafted_tokens", "accepted_tokens")
+    )
     assert drafted > accepted or drafter is Perfect
     assert accepted > 0 or drafter is Wrong
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,19 @@ from saccade.kv.state_journal import StateJournal
 from saccade.kv.states import StatePool, check_parts
 
 EVERY = 4096  # tokens between two snapshots, at most
+
+
+def spaced(there: Sequence[int], length: int, last: int = 0) -> list[int]:
+    """Of snapshots after ``there`` tokens, rising, the fewest with which none of the first ``length`` tokens is more
+    than ``EVERY`` behind one, as far as that can be; there is one after ``last``."""
+    made: list[int] = []
+    while length - last > EVERY:
+        near = [one for one in there if last < one <= last + EVERY] or [one for one in there if one > last][:1]
+        if not near or near[-1] >= length:
+            break
+        last = near[-1]
+        made.append(last)
+    return made
 
 
 class SequenceStates:
@@ -201,13 +214,15 @@ class SequenceStates:
         slot = self.slot if length == self._stands else self._kept.get(length)
         return None if slot is None else self.pool.read(slot)
 
-    def load(self, length: int, parts: Mapping[str, Tensor]) -> None:
-        """Take in the state after ``length`` tokens. SaccadeError for parts of another shape or type; CapacityError
-        where all slots are in use."""
+    def load(self, length: int, parts: Mapping[str, Tensor], anyway: bool = True) -> None:
+        """Take in the state after ``length`` tokens; unless ``anyway``, only where no snapshot that is worth more has
+        to go for it. SaccadeError for parts of another shape or type; CapacityError where all slots are in use."""
         why = check_parts(self.pool.format, parts)
         if why is not None:
             raise SaccadeError(f"saved: {why}")
-        slot = self.pool.take()
+        slot = self.pool.take() if anyway else self.pool.take_for(self.gap(length))
+        if slot is None:
+            return
         self.pool.write(slot, parts)
         self._keep(length, slot)
         self.pool.unpin(slot)
