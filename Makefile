@@ -150,11 +150,13 @@ aarch64: setup
 SEEDED = $(if $(SEED),--seed $(SEED))
 # How keys and values are stored: make storm KV_DTYPE=int8.
 STORED = $(if $(KV_DTYPE),--kv-dtype $(KV_DTYPE))
+# Of which family of tests/tiny_models.py the model is, such as one whose layers keep a state: make storm FAMILY=qwen3_5_text.
+KIND = $(if $(FAMILY),--family $(FAMILY))
 
 # 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED)
-	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED) $(KIND)
+	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(KIND)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
@@ -170,7 +172,7 @@ certify: setup
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED) $(STORED)
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED) $(STORED) $(KIND)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT) $(SEEDED)

@@ -170,9 +170,9 @@ def test_prefixes_whose_snapshot_went_keep_no_keys(pair, monkeypatch):
         assert llm.pool.used_blocks == len(kept) * llm.pool.layers * 6
     assert llm.pool.states.numbers()["orphaned"] == 96 * (8 - len(kept))
     assert len(removed) == 6 * (8 - len(kept))
-    document = random_ids(100, seed=7)
-    output = llm.generate(document + [5], GREEDY)[0]
-    pair.check(document + [5], output)
+    ids = [*random_ids(100, seed=7), 5]
+    output = llm.generate(ids, GREEDY)[0]
+    pair.check(ids, output)
     assert output.report["cached_tokens"] == 96
     llm.reset_prefix_cache()
     assert (llm.pool.used_blocks, llm.pool.states.used) == (0, 0)

@@ -186,6 +186,7 @@ class SequenceStates:
         elif self.journal is None or self.slot is None:
             self._leave()
         elif self._stands != length:  # or a row after these broke
+            self._stands = None
             if base is None:
                 self.pool.clear(self.slot)
             else:
