@@ -16,7 +16,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
 
@@ -161,6 +161,10 @@ storm: setup
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED) $(STORED)
+
+# 30 random models of every family whose layers keep a state, against transformers: make hybrids COUNT=5 FAMILIES=lfm2 for some.
+hybrids: setup
+	PYTHONPATH=tests $(BIN)/python -m hybrid_configs --count $(or $(COUNT),30) $(FAMILIES)
 
 # Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
 lossless: setup
