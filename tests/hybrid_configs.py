@@ -4,8 +4,9 @@
 
 Heads, widths, mixes of layers, rotary parts, convolutions and experts are drawn by family and seed. What a model says
 is asked for whole and in chunks, resumed, forked, truncated, preempted, batched and drafted. Every log-probability that
-is given, of the token and of the likeliest ones, is transformers' own within 1e-4, in float32; where that is itself
-farther from transformers in float64, no farther from float64 than it is.
+is given, of the token and of the likeliest ones, is transformers' own within 1e-4, in float32. Logits of some of these
+models are as far apart as 50, and float32 rounds them by more: where transformers' own is farther from its float64 in
+the sequence at hand, ours is no farther than that.
 """
 
 from __future__ import annotations
@@ -114,23 +115,22 @@ class Oracle:
         """``given``, by token what is said of log-probabilities, of an ``answer`` to ``context``."""
         assert len(answer) == len(given) > 0, way
         ids = [*context, *answer]
-        theirs = self._logprobs(self._theirs, ids, len(context))
-        for row, (token, said) in enumerate(zip(answer, given)):
+        theirs, exact, own = self._logprobs(self._theirs, ids), None, 0.0
+        for row, (token, said) in enumerate(zip(answer, given), len(context) - 1):
             assert token in said, way
             for one, entry in said.items():
                 off = abs(entry.logprob - float(theirs[row, one]))
                 self.worst = max(self.worst, off)
-                if off <= CLOSE:
-                    continue
-                if self._exact is None:
-                    self._exact = oracle(self.folder, torch.float64)
-                right = self._logprobs(self._exact, ids, len(context))[row, one]
-                own = abs(float(theirs[row, one] - right))
-                assert abs(entry.logprob - float(right)) <= max(CLOSE, own), (way, row, one, off, own)
+                if off > CLOSE and exact is None:
+                    if self._exact is None:
+                        self._exact = oracle(self.folder, torch.float64)
+                    exact = self._logprobs(self._exact, ids)
+                    own = float((theirs - exact).abs().max())
+                assert off <= CLOSE or abs(entry.logprob - float(exact[row, one])) <= own, (way, row, one, off, own)
 
     @staticmethod
-    def _logprobs(model: Any, ids: Sequence[int], first: int) -> torch.Tensor:
-        return oracle_logits(model, ids).double().log_softmax(-1)[first - 1 : -1]
+    def _logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
+        return oracle_logits(model, ids).double().log_softmax(-1)
 
 
 def hold(family: str, seed: int, folder: Path) -> float:
