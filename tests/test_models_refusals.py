@@ -63,6 +63,7 @@ FEATURES = [
     ({"model_type": "jamba"}, "recurrent"),
     ({"model_type": "nemotron_h"}, "an MLP or experts alone"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent"),
+    ({"model_type": "lfm2", "layer_types": ["conv", "sliding_attention"]}, "sliding windows in a family", "state"),
     ({"model_type": "llama4_text"}, "chunked attention"),
     ({"attention_chunk_size": 8192}, "chunked attention"),
     ({"layer_types": ["chunked_attention"]}, "chunked attention"),

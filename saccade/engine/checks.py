@@ -11,7 +11,6 @@ from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
-from saccade.methods.verified import Verified
 from saccade.models.calibration import OF_CHANNELS, Calibrations
 
 if TYPE_CHECKING:
@@ -140,15 +139,11 @@ class Checks:
 
 def check_kept(policy: Policy, family: str) -> None:
     """PolicyError for what layers that keep a state cannot follow."""
-    why = None
     if policy.freeze is not None:
-        why = f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token"
-    elif policy.window is not None:
-        why = f"'{policy.window.text}' narrows windows layer by layer, as models do whose layers all attend"
-    elif isinstance(policy.decode, Verified):
-        why = f"'{policy.decode.name}' takes back tokens that it guessed, which a state cannot"
-    if why is not None:
-        raise PolicyError(f"{why}: {family} has layers that keep a state; leave it out of policy={policy.text!r}")
+        raise PolicyError(
+            f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token: "
+            f"{family} has layers that keep a state; leave it out of policy={policy.text!r}"
+        )
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

@@ -52,7 +52,7 @@ class DeviceServing:
         if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):
             return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
         if memory.kept is not None and (one.together or memory.kept.spare is None):
-            return "its layers keep a state, and drafts would change it" if one.together else "no second slot is free"
+            return "rows that may be taken back change states by the host" if one.together else "no second slot is free"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:

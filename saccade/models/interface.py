@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from saccade.kv.state_journal import Again
 from saccade.kv.states import StateFormat
 from saccade.ops.layer_rows import RowLayers
 
@@ -43,11 +44,16 @@ class ModelSpec:
 @dataclass(frozen=True, eq=False)
 class StateRows:
     """Where layers that keep a state find it in one pass: ``parts`` by name, [state layers, slots, ...], changed in
-    place; ``slots``: of each segment. ``inner``, by segment: after how many of its rows a copy goes to which slot."""
+    place; ``slots``: of each sequence; ``spans``: its first packed row, and how many it has, where that is not what the
+    pass's segments say: drafted rows are segments each, behind each other. ``inner``, by sequence:
+    after how many of its rows a copy goes to which slot. ``journals``, by sequence: where layers note what they do, for
+    rows of which some may be taken back."""
 
     parts: Mapping[str, Tensor]
     slots: Sequence[int]
+    spans: Sequence[tuple[int, int]] | None = None
     inner: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    journals: Mapping[int, list[Again]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

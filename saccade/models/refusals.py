@@ -56,6 +56,14 @@ def _odd_layer_types(config: Config) -> list[str]:
     return sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
 
 
+def _slides_beside_states(config: Config) -> bool:
+    """Whether layers are to have windows in a family of which none has, and others keep a state."""
+    family = FAMILIES.get(config["model_type"])
+    kinds = config.get("layer_types")
+    alone = family is not None and family.keeping is not None and family.windows == "none"
+    return alone and isinstance(kinds, list) and "sliding_attention" in kinds
+
+
 def _says_recurrent(config: Config) -> bool:
     marks = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
     return _type_in(*_RECURRENT)(config) or any(mark in kind for kind in _odd_layer_types(config) for mark in marks)
@@ -86,6 +94,10 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         _type_in("nemotron_h"),
         "layers that are an MLP or experts alone, which neither attend nor keep a state (its Mamba-2 would run)",
+    ),
+    (
+        _slides_beside_states,
+        "sliding windows in a family whose other layers keep a state, for which transformers has no code",
     ),
     (
         _says_recurrent,

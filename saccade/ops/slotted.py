@@ -9,6 +9,9 @@ states as tensors, which every step would have to gather and scatter, so they se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -138,24 +141,52 @@ def _space_chunks(
     return prompt(hidden_states, dt, A, B, C, D, initial_states), initial_states
 
 
-# By name: the argument that is slots, its place where modules give it by place, and what runs then.
-_KERNELS: dict[str, tuple[str, int | None, Callable[..., Any]]] = {
-    "causal_conv1d_update": ("conv_state", 1, _conv_step),
-    "causal_conv1d_fn": ("hidden_states", 0, _conv),
-    "torch_recurrent_gated_delta_rule": ("initial_state", None, _delta_step),
-    "torch_chunk_gated_delta_rule": ("initial_state", None, _delta_chunks),
-    "mamba2_selective_state_update": ("state", 0, _space_step),
-    "mamba2_chunk_scan": ("initial_states", None, _space_chunks),
+@dataclass(frozen=True)
+class _Kernel:
+    """``slots``: the argument that is slots, ``place`` its place where modules give it by place. ``rows``: the
+    arguments with a dimension of rows, which is their ``dimension``; none where a call has but one row."""
+
+    slots: str
+    place: int | None
+    run: Callable[..., Any]
+    rows: tuple[str, ...] = ()
+    dimension: int = 1
+
+    def again(self, given: tuple[Any, ...], named: dict[str, Any], slot: int, rows: int) -> None:
+        """Do what a call did with its first ``rows`` rows to the state in ``slot``."""
+        asked = signature(self.run).bind(*given, **named).arguments
+        asked |= asked.pop("_", {})
+        for name in self.rows:
+            asked[name] = asked[name].narrow(self.dimension, 0, rows)
+        asked[self.slots] = asked[self.slots].only(slot)
+        self.run(**asked)
+
+
+_KERNELS = {
+    "causal_conv1d_update": _Kernel("conv_state", 1, _conv_step),
+    "causal_conv1d_fn": _Kernel("hidden_states", 0, _conv, ("hidden_states",), 2),
+    "torch_recurrent_gated_delta_rule": _Kernel("initial_state", None, _delta_step),
+    "torch_chunk_gated_delta_rule": _Kernel(
+        "initial_state", None, _delta_chunks, ("query", "key", "value", "g", "beta")
+    ),
+    "mamba2_selective_state_update": _Kernel("state", 0, _space_step),
+    "mamba2_chunk_scan": _Kernel("initial_states", None, _space_chunks, ("hidden_states", "dt", "B", "C")),
 }
 NAMES = tuple(_KERNELS)
 
 
 def in_slots(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments."""
-    asked, place, kernel = _KERNELS[name]
+    kernel = _KERNELS[name]
+    place = kernel.place
 
     def call(*given: Any, **named: Any) -> Any:
-        state = given[place] if place is not None and place < len(given) else named.get(asked)
-        return (kernel if isinstance(state, (Slots, NewRows)) else otherwise)(*given, **named)
+        state = given[place] if place is not None and place < len(given) else named.get(kernel.slots)
+        if not isinstance(state, (Slots, NewRows)):
+            return otherwise(*given, **named)
+        made = kernel.run(*given, **named)
+        if state.notes is not None:
+            state.notes.append(partial(kernel.again, given, named))
+        return made
 
     return call

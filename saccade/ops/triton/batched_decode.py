@@ -21,6 +21,7 @@ from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.latent_scores import score_latents
+from saccade.ops.triton.low_rank import record_pages
 from saccade.ops.triton.radix_select import best_of
 from saccade.ops.triton.readers import load_keys, store_rows
 from saccade.selection.readings import Choice
@@ -30,7 +31,8 @@ from saccade.selection.readings import Choice
 class Summaries:
     """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to [blocks, 2, kv_heads, head_dim] of
     the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid", "minmax" or
-    "moments", or "stored_mean" with one part instead of two (see kv.summaries)."""
+    "moments", or "stored_mean" with one part instead of two (see kv.summaries). "low_rank": bytes, as many parts as a
+    record has rows."""
 
     pointers: Tensor
     size: int
@@ -44,6 +46,10 @@ def append_rows(
     its keys and, where it fills a block of ``summaries``, summarize that block. ``limits`` int32 [rows]: as in
     :func:`attend_decode`, the keys of each of several rows of a sequence."""
     count, kv_heads, head_dim = k.shape
+    if summaries is not None and summaries.kind == "low_rank":
+        append_rows(k, v, pages, None, limits)
+        record_pages(pages, summaries.pointers, summaries.size, limits)
+        return
     if limits is not None and summaries is not None:
         # All rows first: a block may have several of them, which one of its last row's programs reads back.
         append_rows(k, v, pages, None, limits)
