@@ -23,6 +23,8 @@ FORMATS = {
     "int8, kv_rotate=False": {"kv_dtype": "int8", "kv_rotate": False},
     "auto, kv_rotate=True": {"kv_rotate": True},
     "bf16": {"kv_dtype": "bf16"},
+    "fp8": {"kv_dtype": "fp8"},
+    "fp8, kv_rotate=True": {"kv_dtype": "fp8", "kv_rotate": True},
 }
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 

@@ -65,6 +65,10 @@ __attribute__((noinline)) void decode_rows(RowFormat format, const char* pool, c
     for (int64_t run = 0; run < runs; ++run) {
         const char* row = pool + (at[run] + offset) * element;
         for (int64_t i = 0; i < each; ++i, row += bytes, to += head_dim) {
+            if (format == RowFormat::fp8) {
+                decode_fp8(row, head_dim, to);
+                continue;
+            }
             if (format == RowFormat::bf16) {
                 const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
                 int64_t c = 0;

@@ -6,6 +6,8 @@ memory, shows only here or on a GPU. Prints each kernel's shared memory in bytes
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from typing import Any
 
@@ -17,6 +19,7 @@ from compiled_types import ALIGNED, OTHERS, STORED, TYPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.language import target_info
 
 from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.cis.recorded import MOST_STEPS
@@ -217,7 +220,16 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {"num_warps": line_blocks.WARPS},
         ),
     ]  # fmt: skip
-    decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True}
+    decoding = {
+        "dtype": "bf16",
+        "D": 128,
+        "D_PAD": 128,
+        "PRECISION": "tf32",
+        **HEADS,
+        "PER_PAD": 16,
+        "EARLY": True,
+        "FAR": False,
+    }
     sharing = {**decoding, "SPAN": 1024, "WAIT": 2}
     found += [
         (
@@ -237,7 +249,16 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     ]
     listing = {"PARTS": 4, "KNOWN_WORDS": best_parts.WORDS, "SPAN": batched_best.SPAN}
     found.append((triton_keeping._list_and_keep, {**decoding, **listing}, {"num_warps": 8, "maxnreg": 64}))
-    observed = {**decoding, "TILE": 64, "TILES": 1, "KEYS": 64, "SPLITS": 16, "SPAN": 1024, "UNITS": 8}
+    observed = {
+        **decoding,
+        "TYPE": triton.language.bfloat16,
+        "TILE": 64,
+        "TILES": 1,
+        "KEYS": 64,
+        "SPLITS": 16,
+        "SPAN": 1024,
+        "UNITS": 8,
+    }
     found += [
         (kernel, observed, {"num_warps": 4, "num_stages": 3})
         for kernel in (triton_choosing._row_logs, triton_choosing._line_sums, triton_recorded._line_lists)
@@ -292,7 +313,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (batched_guesses._in_order, {**guessing, **held}, {"num_warps": batched_guesses.HELD // 256}),
     ]
     words = {**decoding, "PARTS": 4, "SPAN": 1024, "TABLE": 4096, "SIZE": 8, "TILE": 512, "UNITS": 32, "EACH": 1}
-    words |= {"EACH_PAD": 1, "WORDS": best_parts.WORDS, "CHUNK": 1024, "KEYS": 32, "PRECISION": "tf32", "MOST": 128}
+    words |= {
+        "TYPE": triton.language.bfloat16,
+        "EACH_PAD": 1,
+        "WORDS": best_parts.WORDS,
+        "CHUNK": 1024,
+        "KEYS": 32,
+        "PRECISION": "tf32",
+        "MOST": 128,
+    }
     for kernel, warps in (
         (triton_row_learning._take_in, 8), (triton_row_candidates._scan, 8), (triton_row_candidates._mark, 4),
         (triton_row_candidates._list, 4), (triton_row_choice._take, 8), (triton_row_choice._read, 4),
@@ -304,6 +333,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             decode._decode,
             {
                 **decoding, "PER": per, "ROWS": rows, "SIZE": size, "SPACED": True, "COUNTED": True, "KEYS": 32,
+                "RUN": 1 if size == 1 else 32,
                 "MANY": True, "D": head_dim, "D_PAD": head_dim,
             },
             {"num_warps": 4, "num_stages": 3, **({} if head_dim > 128 else {"maxnreg": 96})},
@@ -336,6 +366,27 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     return found + keeping_cases() + latent_cases()
 
 
+def coded(found: list[tuple[Any, dict[str, Any], dict[str, int]]]) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """Those that read a pool in bfloat16, over int8 and fp8 rows."""
+    chosen = []
+    for (kernel, constants, options), stored in itertools.product(found, ("*i8", "*u8")):
+        pools = [name for name in ("k_pool", "v_pool") if name in kernel.arg_names]
+        pools += ["rows"] if constants.get("PAGED") else []
+        copied = constants.get("tiles") or (constants.get("COPIED") and kernel.__module__ != fp8_tiles.__name__)
+        if pools and not copied and constants.get("dtype") == "bf16":
+            types = {**constants.get("types", {}), **dict.fromkeys(pools, stored)}
+            chosen.append((kernel, {**constants, "types": types}, options))
+    return chosen
+
+
+def hopper() -> GPUTarget:
+    """What readers ask, of a device that need not be there."""
+    return GPUTarget("cuda", 90, 32)
+
+
+hopper.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
 def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
     """``kernel`` for Hopper. Raises what the compiler does."""
     names = kernel.arg_names
@@ -357,8 +408,13 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) ->
 
 def main() -> int:
     failed = 0
-    for kernel, constants, options in cases():
-        what = f"{kernel.__name__} {constants.get('dtype', '')} {constants.get('D', '')}"
+    target_info.current_target = hopper  # type: ignore[assignment]
+    found = cases()
+    for kernel, constants, options in found + coded(found):
+        types = constants.get("types", {})
+        stored = {types.get(name) for name in ("k_pool", "v_pool", "rows")}
+        kind = "fp8 rows" if "*u8" in stored else "int8 rows" if "*i8" in stored else ""
+        what = f"{kernel.__name__} {constants.get('dtype', '')} {constants.get('D', '')} {kind}"
         try:
             made = compiled(kernel, constants, options)
         except Exception as error:
@@ -366,6 +422,13 @@ def main() -> int:
             print(f"{what}: {type(error).__name__}: {str(error)[-300:]}", flush=True)
             continue
         failed += made.metadata.shared > SHARED
+        if kind and kernel in (
+            decode._decode,
+            progressive._read,
+        ):  # of 136 or 132 bytes: 16 at once would not be aligned
+            wide = re.findall(r"cp\.async.* 0x10\b", made.asm["ptx"])
+            failed += bool(wide)
+            what += f" ({len(wide)} reads of 16 bytes)"
         print(f"{what}: {made.metadata.shared} of {SHARED} bytes of shared memory", flush=True)
     return failed
 

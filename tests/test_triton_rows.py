@@ -18,9 +18,10 @@ from saccade.models.interface import Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import load_model
 from saccade.ops.layer_weights import HeadNorms
+from saccade.ops.row_passes import _torch_turn
 from saccade.ops.triton import pages
 from saccade.ops.triton import rows as triton_rows
-from saccade.ops.triton.rows import add_norm, gated, rotate
+from saccade.ops.triton.rows import add_norm, gated, rotate, turn
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -34,6 +35,18 @@ def agree(ours, theirs):
         # Square roots and exponentials of another library move a value over a rounding edge now and then.
         assert float((ours != theirs).float().mean()) < 5e-3
     torch.testing.assert_close(ours, theirs, rtol=2e-3 if ours.dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "head_dim"), [(1, 128), (67, 80), (5, 12)])
+def test_turns_are_those_of_torch_to_the_bit(dtype, rows, head_dim):
+    base = draw(rows, 3, head_dim, dtype=dtype)
+    for balance in (None, draw(3, head_dim, seed=1)):
+        x = base.clone().transpose(0, 1)
+        wide = x.float() if balance is None else x.float() * balance[:, None]
+        wanted = _torch_turn(wide).to(dtype)
+        turn(x, balance)
+        assert torch.equal(x, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

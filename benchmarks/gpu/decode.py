@@ -22,7 +22,7 @@ from saccade.methods import parse_method
 from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, score_blocks
-from saccade.ops.triton.decode import attend_decode
+from saccade.ops.triton.decode import PLAIN, attend_decode
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection.forms import Rule
 
@@ -225,9 +225,10 @@ class Part:
         self.row(batch, context, f"choice + attention, {text}", whole, keys, None, **more)
 
     def measure(self, q: Tensor, pages: Pages, lists: list[KeyLists | None], tiles: Any = None) -> float:
-        options = {} if tiles is None else dict(zip(("keys", "warps", "stages"), tiles))
+        chosen = None if tiles is None else PLAIN._replace(keys=tiles[0], warps=tiles[1], stages=tiles[2])
         calls = [
-            lambda i=i, one=one: attend_decode(q[i], pages, one, scale=SCALE, **options) for i, one in enumerate(lists)
+            lambda i=i, one=one: attend_decode(q[i], pages, one, scale=SCALE, tiles=chosen)
+            for i, one in enumerate(lists)
         ]
         return graph_ms(calls)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import read_text
-from saccade.cli.options import DEVICE, load_model
+from saccade.cli.options import DEVICE, KV_DTYPE, load_model
 from saccade.cli.progress import reading
 from saccade.errors import RequestError
 
@@ -71,6 +71,7 @@ def demo(
     policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Policies to compare.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="'reference', 'retriever' or a checkpoint folder.")] = "",
     device: Annotated[str, DEVICE] = "auto",
+    kv_dtype: Annotated[str, KV_DTYPE] = "auto",
 ) -> None:
     """Plant facts in a long text, ask for all of them in one session per policy, and print one table."""
     if not 1 <= facts <= 100:
@@ -92,7 +93,9 @@ def demo(
         raise RequestError(f"tokens={tokens} is for --model reference; give --characters, or a --text of that length")
     if characters is not None and (model == "reference" or source is not None):
         raise RequestError(f"characters={characters} is for text made up for --model retriever, without --text")
-    llm = load_model(model=model, device=device, enable_prefix_caching=False)  # each policy reads for itself
+    llm = load_model(
+        model=model, device=device, kv_dtype=kv_dtype, enable_prefix_caching=False
+    )  # each policy reads for itself
     if model == "reference":
         asked, where, example = _suite_questions(facts, TOKENS if tokens is None else tokens, seed)
     else:

@@ -43,6 +43,11 @@ class KVFormat:
             raise SaccadeError(f"block_size={self.block_size} is not one of {BLOCK_SIZES}")
         if self.kv_heads < 1 or self.head_dim < 1:
             raise SaccadeError(f"kv_heads={self.kv_heads} and head_dim={self.head_dim} must both be at least 1")
+        if self.head_dim % self.k.multiple:
+            raise SaccadeError(
+                f"kv_dtype={self.k.name!r} takes a head_dim that is a multiple of {self.k.multiple}, got "
+                f"{self.head_dim}; leave kv_dtype at 'auto'"
+            )
         if self.k is not self.v:
             raise SaccadeError(
                 f"keys of format {self.k.name!r} and values of {self.v.name!r}: kernels find both by one offset; give "

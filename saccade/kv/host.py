@@ -7,6 +7,7 @@ loads on the device, and parts are written while it computes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Loading, Parts, TierCounts
 from saccade.machine import show_bytes
 
+WORD = 16  # bytes that copies take at once
 Array = np.ndarray[Any, Any]
 
 
@@ -48,8 +50,14 @@ class HostTier:
         if self.cells < 1:
             raise SaccadeError(f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {block_bytes} bytes")
         self.device = storage.device
-        self.memory = PinnedMemory(self.cells * block_bytes, self.device)
-        halves = self.memory.data.split([self.cells * self.format.half_bytes(rows) for rows in self.format.parts])
+        steps = [math.lcm(pool.shape[-1] * pool.element_size(), WORD) for pool in storage.parts]
+        self.memory = PinnedMemory(self.cells * block_bytes + sum(steps), self.device)
+        rest, halves = self.memory.data, []
+        for pool, step, rows in zip(storage.parts, steps, self.format.parts):
+            # Whole rows away from the pool's, so that kernels find both from one address.
+            rest = rest[(pool.data_ptr() - rest.data_ptr()) % step :]
+            halves.append(rest[: self.cells * self.format.half_bytes(rows)])
+            rest = rest[len(halves[-1]) :]
         self._parts = tuple(
             half.view(rows.dtype(self.format.dtype)).view(self.format.shape(self.cells, rows))
             for half, rows in zip(halves, self.format.parts)

@@ -15,6 +15,7 @@ from saccade.errors import SaccadeError, shown
 
 LARGEST = 127  # the greatest code
 SCALED = 64  # channels of a row of codes that share a scale
+WORD = 4  # bytes that hold two scales, of which a row is a multiple: a GPU copies no fewer at once
 SCALE = torch.bfloat16  # with a float's range, and codes to spare: rounded, it moves the largest by half a code at most
 READERS = {  # what reads rows, as an error calls it
     "triton": "a GPU's kernels",
@@ -31,6 +32,8 @@ class RowFormat:
     number = 0
     read_by: tuple[str, ...] = ("triton", "cpu", "reference")
     turned = False  # whether keys are turned before (kv_rotate) where nobody says
+    multiple = 1  # of which head_dim is one
+    coded = False  # in 8 bits each, with scales
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         """Of the tensors that hold rows of dtype ``rows``."""
@@ -82,17 +85,19 @@ class Int8Rows(RowFormat):
 
     name = "int8"
     number = 1
-    read_by = "cpu", "reference"
+    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_codes.py has passed on a GPU
+    coded = True
     turned = True
+    multiple = WORD
 
     def dtype(self, rows: torch.dtype) -> torch.dtype:
         return torch.int8
 
     def width(self, head_dim: int) -> int:
-        return head_dim + SCALE.itemsize * -(-head_dim // SCALED)
+        return head_dim + WORD * -(-head_dim // (2 * SCALED))
 
     def head_dim(self, width: int) -> int:
-        return width - SCALE.itemsize * -(-width // (SCALED + SCALE.itemsize))
+        return width - WORD * -(-width // (2 * SCALED + WORD))
 
     def encode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == torch.int8:
@@ -102,18 +107,22 @@ class Int8Rows(RowFormat):
         scale = torch.where(scale.isfinite(), scale, torch.nan).to(SCALE)
         codes = values.div_(scale.float()).round_().clamp_(-LARGEST, LARGEST)
         codes = torch.where(scale > 0, codes, 0).to(torch.int8).flatten(-2)[..., : rows.shape[-1]]
-        return torch.cat([codes, scale.flatten(-2).contiguous().view(torch.int8)], -1)
+        scale = torch.nn.functional.pad(scale.flatten(-2), (0, scale.shape[-2] % 2))
+        return torch.cat([codes, scale.contiguous().view(torch.int8)], -1)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         values = self.head_dim(stored.shape[-1])
-        scale = stored[..., values:].contiguous().view(SCALE).float()
-        exact = _scaled(stored[..., :values].float()).mul_(scale[..., None])
+        exact = _scaled(stored[..., :values].float()).mul_(self.scales(stored)[..., None])
         return exact.flatten(-2)[..., :values].to(dtype)
+
+    def scales(self, stored: Tensor) -> Tensor:
+        """float32 [..., scales]."""
+        values = self.head_dim(stored.shape[-1])
+        return stored[..., values:].contiguous().view(SCALE)[..., : -(-values // SCALED)].float()
 
     def step(self, stored: Tensor) -> Tensor | None:
         values = self.head_dim(stored.shape[-1])
-        scale = stored[..., values:].contiguous().view(SCALE).float()
-        return scale.repeat_interleave(SCALED, -1)[..., :values]
+        return self.scales(stored).repeat_interleave(SCALED, -1)[..., :values]
 
 
 def _scaled(rows: Tensor) -> Tensor:
@@ -124,10 +133,61 @@ def _scaled(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -channels % each)).unflatten(-1, (-1, each)).clone()
 
 
+class Fp8Rows(RowFormat):
+    """Codes in e4m3, and the float32 that they are multiples of: the least power of two, from 2^-126 on, by which the
+    row's largest value is 448 at most. Values are rounded to the nearest code, ties to even. Rows with an infinity or a
+    NaN read as NaN.
+
+    A power of two loses nothing: e4m3 is as fine at 225 as at 448, and what it stands for is a number of 16 bits too,
+    so that kernels may multiply codes and scale what comes of it, or the other way round. Rows are padded to a multiple
+    of 8 bytes, which copies of a row take at once."""
+
+    name = "fp8"
+    number = 3
+    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_codes.py has passed on a GPU
+    coded = True
+    multiple = 8
+
+    def dtype(self, rows: torch.dtype) -> torch.dtype:
+        return torch.uint8  # torch indexes no tensors of float8
+
+    def width(self, head_dim: int) -> int:
+        return head_dim + 2 * torch.float32.itemsize
+
+    def head_dim(self, width: int) -> int:
+        return width - 2 * torch.float32.itemsize
+
+    def encode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if rows.dtype == torch.uint8:
+            return rows
+        values = rows.float()
+        largest = values.abs().amax(-1, keepdim=True)
+        # 448 is 1.75 * 2^8: beyond a mantissa of 1.75 the carry takes the next power.
+        exponent = ((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8
+        scale = (exponent.clamp(min=1) << 23).view(torch.float32)
+        codes = torch.where(largest.isfinite(), values / scale, 0).to(torch.float8_e4m3fn).view(torch.uint8)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        tail = torch.cat([scale, torch.zeros_like(scale)], -1).view(torch.uint8)
+        return torch.cat([codes, tail], -1)
+
+    def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        values = self.head_dim(stored.shape[-1])
+        scale = stored[..., values : values + 4].contiguous().view(torch.float32)
+        return (stored[..., :values].contiguous().view(torch.float8_e4m3fn).float() * scale).to(dtype)
+
+    def step(self, stored: Tensor) -> Tensor | None:
+        values = self.head_dim(stored.shape[-1])
+        scale = stored[..., values : values + 4].contiguous().view(torch.float32)
+        exponent = (stored[..., :values] & 0x7F) >> 3  # of codes below 2^-6 as of those above
+        return torch.exp2(exponent.clamp(min=1).float() - 10) * scale
+
+
 AUTO: RowFormat = RowFormat()
 INT8: RowFormat = Int8Rows()
 HALF: RowFormat = HalfRows()
-FORMATS = {one.name: one for one in (AUTO, HALF, INT8)}
+FP8: RowFormat = Fp8Rows()
+FORMATS = {one.name: one for one in (AUTO, HALF, INT8, FP8)}
+CODED = {torch.int8: INT8, torch.uint8: FP8}  # by what holds them
 NAMES = "auto", "bf16", "fp8", "int8"  # of an option kv_dtype
 
 
@@ -154,6 +214,6 @@ def format_called(name: str, dtype: torch.dtype, backend: str) -> RowFormat:
 
 def format_of(pool: Tensor, dtype: torch.dtype) -> RowFormat:
     """The format of the rows of a pool [slots, kv_heads, block_size, width] that give numbers of ``dtype``."""
-    if pool.dtype == torch.int8:
-        return INT8
+    if pool.dtype in CODED:
+        return CODED[pool.dtype]
     return HALF if pool.dtype == torch.bfloat16 and dtype == torch.float32 else AUTO

@@ -47,6 +47,7 @@ def described(format: KVFormat, layers: int) -> dict[str, Any]:
         "head_dim": format.head_dim,
         "dtype": str(format.dtype).removeprefix("torch."),
         **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
+        **({"row_width": format.k.width(format.head_dim)} if format.k.coded else {}),
         **({"turned": True} if format.turned else {}),
         **({"value_dim": format.value_dim} if format.joined else {}),
     }

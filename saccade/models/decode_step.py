@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.models.interface import AttentionContext
 from saccade.models.keeping import SlotRows
+from saccade.models.key_turns import TurnedContext
 from saccade.models.runner import HFRunner
 
 
@@ -41,12 +42,15 @@ class DecodeStep:
         hidden = runner.embed(token_ids)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
+            given = ctx if runner.turns is None else TurnedContext(ctx)
             for index in range(runner.depth):
-                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], ctx, states)
+                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states)
             return runner.logits(hidden if wanted is None else hidden[wanted])
         delta = None
         for index, layer in enumerate(kernels.layers):
             q, k, v = layer.project(hidden, *rotary.layers[index], delta)
+            if runner.turns is not None:
+                runner.turns[index].turn(q, k)
             delta = layer.finish(hidden, ctx.run(index, q, k, v, llama.attention[index]))
         if wanted is not None:
             hidden, delta = hidden[wanted], None if delta is None else delta[wanted]

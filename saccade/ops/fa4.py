@@ -96,7 +96,7 @@ def attend(q: Tensor, kv: KVView, selection: Dense | Blocks, *, scale: float) ->
 
     shape, paged = selection.shape, kv.paged()
     limit = shape.q_start + shape.q_len  # no key from here on is causal for any row
-    k, v = (gather(part, paged.block_table, 0, limit) for part in (paged.k, paged.v))
+    k, v = (gather(part, paged.block_table, 0, limit, q.dtype) for part in (paged.k, paged.v))
     return _tried(rows(q), k, v, selection, scale)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.ops import cpu
+from saccade.ops import cpu, triton
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.layer_weights import HeadNorms
 
@@ -69,6 +69,10 @@ def turn(x: Tensor, balance: Tensor | None = None) -> None:
     stay what they were."""
     if _reads(x) and x.shape[-1] <= MOST_TURNED:
         _run(_TURN, x, x.stride(0), x.shape[-1], None, balance, x)
+    elif x.is_cuda and triton.available():
+        from saccade.ops.triton import rows  # needs Triton
+
+        rows.turn(x, balance)
     else:
         x.copy_(_torch_turn(x.float() if balance is None else x.float() * balance[:, None]))
 

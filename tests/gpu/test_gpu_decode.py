@@ -54,7 +54,7 @@ def test_calls_in_a_row_wait_for_each_other(splits):
     def chain():
         row, results = q[:, 0][None], []
         for _ in range(10):
-            row = attend_decode(row, pages, lists, scale=1.0, splits=splits, keys=32)[0]
+            row = attend_decode(row, pages, lists, scale=1.0, splits=splits)[0]
             results.append(row)
         return torch.stack(results)
 

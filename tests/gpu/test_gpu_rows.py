@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from saccade import LLM
 from saccade.ops.layer_weights import HeadNorms
+from saccade.ops.row_passes import _torch_turn
 from saccade.ops.triton import pages
-from saccade.ops.triton.rows import add_norm, gated, rotate
+from saccade.ops.triton.rows import add_norm, gated, rotate, turn
 
 
 def draw(*size, seed=0, dtype=torch.bfloat16):
@@ -38,6 +39,17 @@ def test_norms(rows, channels):
     total = x + other
     agree(add_norm(x, other, norm.weight, 1e-5), norm(total))
     assert torch.equal(x, total)
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), [(1, 128), (8, 64), (700, 80), (300, 256)])
+def test_turns(rows, head_dim):
+    base = draw(rows, 3, head_dim)
+    for balance in (None, draw(3, head_dim, seed=1, dtype=torch.float32)):
+        x = base.clone().transpose(0, 1)
+        wide = x.float() if balance is None else x.float() * balance[:, None]
+        wanted = _torch_turn(wide).to(x.dtype)
+        turn(x, balance)
+        agree(x, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 500])

@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.ops.triton.code_products import add_values, no_values, products, queries, whole
 from saccade.ops.triton.common import cap_logits, pool_rows
-from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.readers import key_codes, value_codes
 
 MERGED: tl.constexpr = tl.constexpr(8)  # partial results that are merged in one go
 
@@ -46,30 +47,31 @@ def attend_piece(
     row = pool_rows(table, tl.load(ids + number, mask=seen, other=0), seen, kv_head, KV_HEADS, PAGE)
     number = _number_at(1, plain, begins, more, TILE)
     key = tl.load(ids + number, mask=number < tl.where(plain > 1, ends, upto), other=0)
-    acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool, D)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     for turn in tl.range(0, tiles):
-        there = seen[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
-        v = load_values(v_pool, row[:, None], channel[None, :], there, D)
+        k, k_scale = key_codes(k_pool, row[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
+        v, odd, v_scale = value_codes(v_pool, row[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0])
         valid = seen
         # Computed anew: the compiler overlaps no tiles where a mask is handed on through two turns.
         seen = _number_at(turn + 1, plain, begins, more, TILE) < tl.where(turn + 1 < plain, ends, upto)
         row = pool_rows(table, key, seen, kv_head, KV_HEADS, PAGE)
         number = _number_at(turn + 2, plain, begins, more, TILE)
         key = tl.load(ids + number, mask=number < tl.where(turn + 2 < plain, ends, upto), other=0)
-        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc, odd_acc, grain = add_values(acc, odd_acc, grain, shrink, p, v, odd, v_scale, PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
-    return acc / total[:, None], tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
+    return whole(acc, odd_acc, grain) / total[:, None], tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_
 from saccade.methods.cis.triton_taking import take_best
 from saccade.ops.triton.batched_rows import LayerRows, hidden_at
 from saccade.ops.triton.best_parts import BOUNDS, put_bounds
+from saccade.ops.triton.code_products import products, queries
 from saccade.ops.triton.common import (
     LOG2E,
     arrivals,
@@ -37,7 +38,7 @@ from saccade.ops.triton.common import (
     precision,
 )
 from saccade.ops.triton.common import processors as processors_of
-from saccade.ops.triton.readers import load_keys
+from saccade.ops.triton.readers import key_codes
 
 HELD = 1 << 14  # scores of a program's heads that one program holds and chooses from
 FUSED = 1 << 13  # of these scores where attention is in the same launch
@@ -302,13 +303,16 @@ def _score(
     part, parts = tl.program_id(0), tl.num_programs(0)
     channel = tl.arange(0, D_PAD)
     q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool, D)
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
-        there = (number < length)[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+        k, k_scale = key_codes(
+            k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, TYPE, q.shape[0]
+        )
         here = number
         number += parts * KEYS
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
-        found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        found = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         tl.store(out + here[None, :], found, mask=mine[:, None] & (here < length)[None, :])

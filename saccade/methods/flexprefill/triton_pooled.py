@@ -68,7 +68,7 @@ def mean_tail(
     key, channel = begin + tl.arange(0, SIZE), tl.arange(0, D_PAD)
     there = key < k_len
     at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
-    keys = load_keys(k_pool, at, channel[None, :], there[:, None] & (channel < D)[None, :], D).to(tl.float32)
+    keys = load_keys(k_pool, at, channel[None, :], there[:, None], D, tl.float32).to(tl.float32)
     return tl.sum(keys, 0) / tl.maximum(k_len - begin, 1)
 
 

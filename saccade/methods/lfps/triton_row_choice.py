@@ -17,7 +17,7 @@ from saccade.ops.triton.batch import KeyLists, even_splits
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
-from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import TYPES, begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.readers import load_values
 
@@ -75,8 +75,8 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
         chosen.sums, rows.words, idle, parts, lse, *rows.pages.table_strides, rows.words.stride(0), room, counted,
         **static(
             rows, UNITS=units, EACH=each, EACH_PAD=pad(each) if each > 1 else 1, KEYS=KEYS,
-            PARTS=triton.next_power_of_2(counted), PRECISION=precision(rows.q.dtype), num_warps=4,
-            maxnreg=80 if each == 1 else None,
+            PARTS=triton.next_power_of_2(counted), PRECISION=precision(rows.q.dtype), TYPE=TYPES[rows.q.dtype],
+            num_warps=4, maxnreg=80 if each == 1 else None,
         ),
     )  # fmt: skip
     if rows.watch is not None:
@@ -194,7 +194,7 @@ def _read(
     UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    EARLY: tl.constexpr,
+    TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     split, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -242,8 +242,7 @@ def _read(
     place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(split, tl.cdiv(count, KEYS), splits):
         # Where the next values lie is looked up while these are on their way.
-        there = (number < count)[:, None] & (channel < D)[None, :]
-        v = load_values(v_pool, place[:, None], channel[None, :], there, D)
+        v = load_values(v_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE)
         seen = number[None, :] < reads[:, None]
         logit = tl.load(lines + number[None, :], mask=seen, other=float("-inf"))
         gain = tl.sum(tl.exp2(logit - top[:, None]) * share[:, None], 0) - even  # before the tables' scale is known

@@ -67,7 +67,7 @@ def _logits(
     """Base-2 logits of one row, -inf where not ``valid``."""
     channel = tl.arange(0, D_PAD)
     at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)[:, None]
-    k = load_keys(k_pool, at, channel[None, :], valid[:, None] & (channel < D)[None, :], D).to(tl.float32)
+    k = load_keys(k_pool, at, channel[None, :], valid[:, None], D, tl.float32).to(tl.float32)
     found = cap_logits(tl.sum(k * q[None, :], 1), scale * 1.4426950408889634, softcap, CAPPED)
     return tl.where(valid, found, float("-inf"))
 

@@ -12,7 +12,7 @@ from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at, put_bounds
-from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, TYPES, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.readers import load_keys
 
@@ -30,7 +30,8 @@ def choose_lines(rows: LayerRows, every: int, due: Due) -> None:
     static = {
         "HEADS": rows.heads, "KV_HEADS": units, "D": rows.q.shape[2], "D_PAD": pad(rows.q.shape[2]),
         "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": KEYS,
-        "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "num_warps": 4,
+        "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "TYPE": TYPES[rows.q.dtype],
+        "num_warps": 4,
         "num_stages": 2 if pad(rows.q.shape[2]) * rows.q.element_size() > 256 else 3, **launched(device),
     }  # fmt: skip
     shared = (rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, due.now)
@@ -85,7 +86,7 @@ def _row_logs(
     k_pool, tables, lengths, words, now, logs, table_row, table_head, word_row, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     split, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -96,15 +97,13 @@ def _row_logs(
         table = tables + row.to(tl.int64) * table_row + unit.to(tl.int64) * table_head
         channel = tl.arange(0, D_PAD)
         for tile in tl.range(0, TILES):
-            q, position, real = _asked(own, length, tile, unit, k_pool.dtype.element_ty, HEADS, PER, D, D_PAD, TILE)
+            q, position, real = _asked(own, length, tile, unit, TYPE, HEADS, PER, D, D_PAD, TILE)
             top = tl.full([TILE], float("-inf"), tl.float32)
             weight = tl.zeros([TILE], tl.float32)
             for part in tl.range(split, tl.cdiv(length, KEYS), SPLITS):
                 key = part * KEYS + tl.arange(0, KEYS)
                 at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
-                k = load_keys(
-                    k_pool, at[:, None], channel[None, :], (key < length)[:, None] & (channel < D)[None, :], D
-                )
+                k = load_keys(k_pool, at[:, None], channel[None, :], (key < length)[:, None], D, TYPE)
                 score = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
                 seen = (key[None, :] <= position[:, None]) & real[:, None]
                 score = tl.where(seen, score, float("-inf"))
@@ -137,7 +136,7 @@ def _line_sums(
     k_pool, tables, lengths, words, now, logs, sums, table_row, table_head, word_row, scale_log2, softcap, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, PER_PAD: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, PER_PAD: tl.constexpr, SPLITS: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights summed by key, and by distance behind the ``length - 1`` keys that may be chosen."""
     begin(EARLY)
@@ -156,14 +155,10 @@ def _line_sums(
             for part in tl.range(tl.program_id(0), tl.cdiv(length - 1, KEYS), tl.num_programs(0)):
                 key = part * KEYS + tl.arange(0, KEYS)
                 at = pool_rows(table, key, key < length, unit, KV_HEADS, PAGE)
-                k = load_keys(
-                    k_pool, at[:, None], channel[None, :], (key < length)[:, None] & (channel < D)[None, :], D
-                )
+                k = load_keys(k_pool, at[:, None], channel[None, :], (key < length)[:, None], D, TYPE)
                 total = tl.zeros([KEYS], tl.float32)
                 for tile in tl.range(0, TILES):
-                    q, position, real = _asked(
-                        own, length, tile, unit, k_pool.dtype.element_ty, HEADS, PER, D, D_PAD, TILE
-                    )  # fmt: skip
+                    q, position, real = _asked(own, length, tile, unit, TYPE, HEADS, PER, D, D_PAD, TILE)
                     log = _whole_log(logs, entry, tile * TILE + tl.arange(0, TILE), real, LINES, SPLITS)
                     score = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
                     seen_keys = (key[None, :] <= position[:, None]) & real[:, None]
@@ -171,7 +166,7 @@ def _line_sums(
                 tl.store(out + key, total, mask=key < length - 1)
         else:
             every = tl.load(own + W.every).to(tl.int32)
-            queries = tl.load(own + W.queries).to(tl.pointer_type(k_pool.dtype.element_ty))
+            queries = tl.load(own + W.queries).to(tl.pointer_type(TYPE))
             member = tl.arange(0, PER_PAD)
             mine = member < PER
             for part in tl.range(tl.program_id(0), tl.cdiv(length, KEYS), tl.num_programs(0)):
@@ -182,8 +177,7 @@ def _line_sums(
                     key = position - distance
                     there = key >= 0
                     at = pool_rows(table, key, there, unit, KV_HEADS, PAGE)
-                    inside = there[:, None] & (channel < D)[None, :]
-                    k = load_keys(k_pool, at[:, None], channel[None, :], inside, D)
+                    k = load_keys(k_pool, at[:, None], channel[None, :], there[:, None], D, TYPE)
                     head = unit * PER + member
                     q = tl.load(
                         queries + ((position % every) * HEADS + head).to(tl.int64)[:, None] * D + channel[None, :],

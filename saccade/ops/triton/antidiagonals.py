@@ -170,7 +170,7 @@ def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDe
 def _key_tiles(kv: KVView, shape: Shape, stride: int, config: Config) -> TensorDescriptor:
     """Keys [kv_heads * tiles, stride * head_dim], with zeros behind the last one."""
     paged, head_dim = kv.paged(), kv.head_dim
-    keys = gather(paged.k, paged.block_table, 0, shape.k_len)
+    keys = gather(paged.k, paged.block_table, 0, shape.k_len, kv.dtype)
     if shape.k_len % stride:
         keys = torch.nn.functional.pad(keys, (0, 0, 0, -shape.k_len % stride))
     return TensorDescriptor.from_tensor(keys.view(-1, stride * head_dim), [config.keys, config.channels])
@@ -209,7 +209,7 @@ def _weigh(
             key = tile * STRIDE + step
             there = key < k_len
             at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
-            k = load_keys(k_pool, at, channel[None, :], there[:, None] & (channel[None, :] < D), D)
+            k = load_keys(k_pool, at, channel[None, :], there[:, None], D, q.dtype)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
         _keep(
             summed, weights, tl.program_id(2), tl.program_id(1) * ROWS, tl.program_id(0) * KEYS, q_start, q_len, k_len,

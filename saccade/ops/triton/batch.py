@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 
 
@@ -38,6 +39,10 @@ class Pages:
                 f"block tables must be int32 with contiguous rows, got {self.tables.dtype} with strides "
                 f"{self.tables.stride()}"
             )
+
+    @property
+    def head_dim(self) -> int:
+        return format_of(self.k, self.k.dtype).head_dim(self.k.shape[3])
 
     @property
     def table_strides(self) -> tuple[int, int]:

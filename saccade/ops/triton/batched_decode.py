@@ -193,21 +193,20 @@ def _append(
         real = channel < D
         k = tl.load(k_new + row.to(tl.int64) * k_row + kv_head * k_head + channel, mask=real, other=0.0)
         place = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
-        k = k.to(k_pool.dtype.element_ty)
-        store_rows(k_pool, place, channel, k, real, D)
+        k = store_rows(k_pool, place, channel, k, None, D)
         if not JOINED:
             v = tl.load(v_new + row.to(tl.int64) * v_row + kv_head * v_head + channel, mask=real, other=0.0)
-            store_rows(v_pool, place, channel, v.to(v_pool.dtype.element_ty), real, D)
+            store_rows(v_pool, place, channel, v, None, D)
         if SIZE > 0:  # noqa: SIM102 (without summaries the rest must not be compiled)
             if length % SIZE == 0:
                 key = at - SIZE + 1 + tl.arange(0, SIZE)
                 before = key < at  # the new key is at hand; reading it back would need a barrier
                 behind = pool_rows(table, key, before, kv_head, KV_HEADS, PAGE)[:, None]
-                keys = load_keys(k_pool, behind, channel[None, :], before[:, None] & real[None, :], D)
+                keys = load_keys(k_pool, behind, channel[None, :], before[:, None], D, k.dtype)
                 keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
                 high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
                 PARTS: tl.constexpr = 1 if MEAN else 2
-                base = tl.load(pointers + row // ROWS).to(tl.pointer_type(k_pool.dtype.element_ty))
+                base = tl.load(pointers + row // ROWS).to(tl.pointer_type(k.dtype))
                 block = (at // SIZE).to(tl.int64)
                 tl.store(base + (block * PARTS * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)
                 if not MEAN:

@@ -26,7 +26,7 @@ def label_keys(pages: Pages, words: Tensor, channels: int, bits: int) -> None:
     kv_heads = pages.k.shape[1]
     _label[(kv_heads, len(words))](
         pages.k, pages.tables, pages.lengths, words, *pages.table_strides, words.stride(0), KV_HEADS=kv_heads,
-        D=pages.k.shape[3], PAGE=pages.k.shape[2], COUNT=channels, HALF=pad((channels + 1) // 2, 1), BITS=bits,
+        D=pages.head_dim, PAGE=pages.k.shape[2], COUNT=channels, HALF=pad((channels + 1) // 2, 1), BITS=bits,
         num_warps=1, **launched(words.device),
     )  # fmt: skip
 
@@ -99,8 +99,8 @@ def _put_label(
     first, second, even, odd = channel_numbers(own, kv_head, COUNT, HALF)
     room = tl.load(own + W.room)
     row = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
-    one = load_keys(k_pool, row, first, even, D).to(tl.float32)
-    two = load_keys(k_pool, row, second, odd, D).to(tl.float32)
+    one = load_keys(k_pool, row, first, None, D, tl.float32).to(tl.float32)
+    two = load_keys(k_pool, row, second, None, D, tl.float32).to(tl.float32)
     plane = tl.arange(0, HALF)
     if FRAMED:
         frame = tl.load(own + W.frame)

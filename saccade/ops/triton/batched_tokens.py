@@ -12,8 +12,9 @@ from saccade.ops.triton import batched_best
 from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_best import parts_of
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.code_products import products, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.readers import load_keys
+from saccade.ops.triton.readers import key_codes
 
 KEYS, WARPS, STAGES = 64, 4, 3  # keys scored in one go
 BUSY = 16  # programs for each processor
@@ -130,6 +131,8 @@ def _score(
             mask=(mine < PER)[:, None] & (channel[None, :] < D),
             other=0.0,
         )
+        TYPE: tl.constexpr = q.dtype
+        q, rise = queries(q, k_pool, D)
         head = row.to(tl.int64) * HEADS + program * PER + mine
         out = scores + head[:, None] * width
         hop = tl.num_programs(0) * KEYS
@@ -140,13 +143,14 @@ def _score(
         top = tl.full([PER_PAD], float("-inf"), tl.float32)
         weight = tl.zeros([PER_PAD], tl.float32)
         for _ in tl.range(split, tiles, tl.num_programs(0)):
-            there = (number < count)[:, None] & (channel[None, :] < D)
-            k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+            k, k_scale = key_codes(
+                k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE, q.shape[0]
+            )
             here = number
             number += hop
             place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)
             key = _key(ids, number + hop, count, LISTED)
-            found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+            found = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
             tl.store(out + here[None, :], found, mask=(mine < PER)[:, None] & (here < count)[None, :])
             if SUMS:
                 found = tl.where((here < count)[None, :], found, float("-inf"))

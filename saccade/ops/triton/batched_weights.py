@@ -8,8 +8,9 @@ from torch import Tensor
 
 from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.code_products import products, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.readers import load_keys
+from saccade.ops.triton.readers import key_codes
 
 KEYS = 64
 
@@ -92,6 +93,8 @@ def _weigh(
         mask=(mine < PER)[:, None] & (channel[None, :] < D),
         other=0.0,
     )
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool, D)
     hop = tl.num_programs(0) * KEYS
     after = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     key = tl.load(ids + after, mask=after < count, other=0)
@@ -101,12 +104,11 @@ def _weigh(
         # Where the next keys lie is looked up while these are on their way.
         number = after
         valid = number < count
-        there = valid[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, place[:, None], channel[None, :], there, D)
+        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
         after += hop
         place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)
-        found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        found = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         weight = tl.exp2(found - total[:, None])
         mean = tl.sum(tl.where((mine < PER)[:, None], weight, 0.0), 0) / PER
         tl.store(to + number, mean, mask=valid)

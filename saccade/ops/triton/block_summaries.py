@@ -25,7 +25,7 @@ def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -
         return None
     layout, pool = paged.format, paged.v if kind == "mean_value" else paged.k
     heads, dim = layout.kv_heads, layout.head_dim
-    made = torch.empty(last - first, PARTS[kind], heads, dim, dtype=kept_dtype(kind, pool.dtype), device=pool.device)
+    made = torch.empty(last - first, PARTS[kind], heads, dim, dtype=kept_dtype(kind, layout.dtype), device=pool.device)
     if last > first:
         channels = pad(dim, 1) if dim <= MOST_CHANNELS else CHANNELS
         _summarize[(last - first, heads, triton.cdiv(dim, channels))](
@@ -65,7 +65,7 @@ def _summarize(
     channel = tl.program_id(2) * D_PAD + tl.arange(0, D_PAD)
     real = channel < D
     place = pool_rows(table + head * table_head, key, key >= 0, head, HEADS, PAGE)[:, None]
-    keys = load_keys(k_pool, place, channel[None, :], (key >= 0)[:, None] & real[None, :], D).to(tl.float32)
+    keys = load_keys(k_pool, place, channel[None, :], None, D, tl.float32).to(tl.float32)
     high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
     to = made + (block * PARTS * HEADS + head) * D + channel
     tl.store(to, high.to(made.dtype.element_ty), mask=real)

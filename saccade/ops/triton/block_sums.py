@@ -116,10 +116,7 @@ def _read_block(
     key = at * SIZE + within
     there = (key < visible) if MASKED else (key >= 0)
     place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
-    if MASKED or D < D_PAD:
-        k = load_keys(k_pool, place, channel[None, :], there[:, None] & (channel[None, :] < D), D)
-    else:
-        k = load_keys(k_pool, place, channel[None, :], None, D)
+    k = load_keys(k_pool, place, channel[None, :], there[:, None] if MASKED else None, D, q.dtype)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     if MASKED:
         scores = tl.where(key[None, :] <= first + row[:, None], scores, float("-inf"))

@@ -16,6 +16,7 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 STORAGE = (torch.float32, torch.float16, torch.bfloat16)
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -110,13 +111,14 @@ def also(mask, condition):
 
 @triton.jit
 def pool_rows(table, positions, valid, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Row numbers, int64, of one KV head's ``positions`` in a pool seen as [slots * KV_HEADS * PAGE, head_dim];
-    ``valid`` None: all are."""
+    """Row numbers, int64, of one KV head's ``positions`` in a pool seen as [slots * KV_HEADS * PAGE, width];
+    ``valid`` None: all are. (Of ``positions % PAGE`` Triton 3.6 takes all row numbers for multiples of PAGE, and reads
+    16 bytes at once where rows lie 8 apart.)"""
     if valid is None:
         slots = tl.load(table + positions // PAGE).to(tl.int64)
     else:
         slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)
-    return (slots * KV_HEADS + kv_head) * PAGE + positions % PAGE
+    return (slots * KV_HEADS + kv_head) * PAGE + (positions & (PAGE - 1))
 
 
 @triton.jit
@@ -128,11 +130,11 @@ def pool_places(
     slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)
     if FAR:
         there = slots < 0
-        row = (tl.where(there, -1 - slots, slots) * KV_HEADS + kv_head) * PAGE + positions % PAGE
+        row = (tl.where(there, -1 - slots, slots) * KV_HEADS + kv_head) * PAGE + (positions & (PAGE - 1))
         k_row = row + tl.where(there, tl.cast(far_k, tl.int64), 0)
         v_row = row + tl.where(there, tl.cast(far_v, tl.int64), 0)
     else:
-        k_row = (slots * KV_HEADS + kv_head) * PAGE + positions % PAGE
+        k_row = (slots * KV_HEADS + kv_head) * PAGE + (positions & (PAGE - 1))
         v_row = k_row
     return k_row, v_row
 

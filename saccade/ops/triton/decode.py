@@ -8,17 +8,48 @@ lengths it knows itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kv.row_formats import format_of
 from saccade.ops.layout import rows
-from saccade.ops.triton.batch import KeyLists, Pages, even_splits, listed_keys
+from saccade.ops.triton.batch import KeyLists, Pages, even_splits
+from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
+from saccade.ops.triton.key_runs import listed, seen_of, spread
 from saccade.ops.triton.latents import attend_latents
 from saccade.ops.triton.merge import merge
-from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.readers import key_codes, value_codes
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut: keys of a tile, warps of a program, tiles on their way, how many registers a thread has at
+    most where a tile of keys is small, and programs to a processor."""
+
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    resident: int
+
+
+PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
+# Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
+CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
+MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
+
+
+def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
+    """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
+    if not format_of(pages.k, q.dtype).coded or q.dtype == torch.float32:
+        return PLAIN
+    if pad(lines) > 16:
+        return MANY_CODES if pad(lines) > 32 else PLAIN._replace(registers=None)
+    return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
 
 
 def attend_decode(
@@ -29,18 +60,13 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
     splits: int | None = None,
-    keys: int = 32,
-    warps: int = 4,
-    stages: int = 3,
-    registers: int | None = 96,
-    resident: int = 4,
+    tiles: Tiles | None = None,
     limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly, ``resident`` programs to a
-    processor. ``registers`` bounds what a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao
-    et al., 2023).
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is
+    FlashDecoding's (Dao et al., 2023).
 
     ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
     and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then. Of latents
@@ -58,6 +84,8 @@ def attend_decode(
     units = kv_heads if lists is None else lists.units
     programs = max(kv_heads, units)
     per = heads // programs * each
+    tiles = tiles or tiles_for(q, pages, per)
+    keys, warps, stages, registers, resident = tiles
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
@@ -71,6 +99,10 @@ def attend_decode(
         torch.empty(batch, programs, splits, per, head_dim, dtype=torch.float32, device=q.device) if many else lse
     )
     part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
+    # Keys that lie side by side, whatever the list says: one look-up serves them. Of plain rows, which take longer to
+    # come, looking each up costs nothing.
+    coded = format_of(pages.k, q.dtype).coded
+    run = min(keys, pages.k.shape[2], keys if lists is None else lists.size)
     none = pages.lengths  # unused pointers must still be pointers
     starts = None if lists is None or lists.starts is None else lists.starts.contiguous()
     counts = None if lists is None or lists.counts is None else lists.counts.contiguous()
@@ -109,12 +141,13 @@ def attend_decode(
         SPACED=starts is None,
         COUNTED=counts is not None,
         KEYS=keys,
+        RUN=run if coded and keys <= 2 * run else 1,
         MANY=many,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         num_warps=warps,
         num_stages=stages,
-        maxnreg=registers if keys * pad(head_dim) * q.element_size() <= 1 << 13 else None,
+        maxnreg=registers if keys * pad(head_dim) * pages.k.element_size() <= 1 << 13 else None,
         **launched(q.device),
     )
     if many:
@@ -131,8 +164,8 @@ def _decode(
     q_head, table_stride, table_head, longest, scale_log2, softcap, far_k, far_v, FAR: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, MANY: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
@@ -169,14 +202,23 @@ def _decode(
         mask=mine[:, None] & (channel[None, :] < D),
         other=0.0,
     )
-    number = split * KEYS + tl.arange(0, KEYS)
-    hop = splits * KEYS
-    key = listed_keys(ids, number, number < most, SIZE)
-    after = listed_keys(ids, number + hop, number + hop < most, SIZE)
-    seen = (number < count) & (key < length)
-    real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
+    step = tl.arange(0, KEYS)
+    number, hop = split * KEYS, splits * KEYS
+    if RUN == 1:
+        number += step
+    key, other = listed(ids, number, most, RUN, KEYS, SIZE)
+    after, after_other = listed(ids, number + hop, most, RUN, KEYS, SIZE)
+    seen = seen_of(number, count, key, other, length, step, RUN, KEYS)
+    # Nobody may have written the numbers behind a list.
+    real = (number < most) & (key >= 0) & (key < length)
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-    acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+    k_more, v_more = k_row, v_row
+    if RUN > 1 and RUN < KEYS:
+        real = (number + RUN < most) & (other >= 0) & (other < length)
+        k_more, v_more = pool_places(table, other, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool, D)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     tiles = tl.cdiv(count, KEYS)
@@ -184,15 +226,22 @@ def _decode(
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
-        there = seen[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
-        v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
-        valid, at = seen, number
+        k_rows, v_rows = spread(k_row, k_more, step, RUN, KEYS), spread(v_row, v_more, step, RUN, KEYS)
+        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
+        v, odd, v_scale = value_codes(
+            v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0]
+        )
+        valid, at = seen, spread(number, number + RUN, step, RUN, KEYS)
         number += hop
-        seen = (number < count) & (after < length)
-        k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-        after = listed_keys(ids, number + hop, number + hop < count, SIZE)
-        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        seen = seen_of(number, count, after, after_other, length, step, RUN, KEYS)
+        there = (number < count) & (after < length)
+        k_row, v_row = pool_places(table, after, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+        k_more, v_more = k_row, v_row
+        if RUN > 1 and RUN < KEYS:
+            there = (number + RUN < count) & (after_other < length)
+            k_more, v_more = pool_places(table, after_other, there, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
+        after, after_other = listed(ids, number + hop, count, RUN, KEYS, SIZE)
+        scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:
             scores = tl.where(at[None, :] < limit[:, None], scores, float("-inf"))
@@ -201,25 +250,18 @@ def _decode(
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc, odd_acc, grain = add_values(acc, odd_acc, grain, shrink, p, v, odd, v_scale, PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
-    acc = acc / total[:, None]
     log = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
     place = line * HEADS + head
     if MANY:
         part = (batch * tl.num_programs(1) + program).to(tl.int64) * splits + split
         if split < tiles:  # others had nothing to read
-            tl.store(
-                part_out + (part * PER + member)[:, None] * D + channel[None, :],
-                acc,
-                mask=mine[:, None] & (channel[None, :] < D),
+            put_sums(
+                part_out + (part * PER + member)[:, None] * D, acc, odd_acc, grain, 1.0 / total, mine[:, None], D, D_PAD
             )
         tl.store(part_lse + part * PER + member, log, mask=mine)
     else:
-        tl.store(
-            out + place[:, None] * D + channel[None, :],
-            acc.to(out.dtype.element_ty),
-            mask=mine[:, None] & (channel[None, :] < D),
-        )
+        put_sums(out + place[:, None] * D, acc, odd_acc, grain, 1.0 / total, mine[:, None], D, D_PAD)
         tl.store(lse + place, log * 0.6931471805599453, mask=mine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.kv.row_formats import AUTO
 from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
 from saccade.ops.triton import serves_heads
@@ -16,7 +17,8 @@ from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.means import Means
-from saccade.ops.triton.prefill import attend_prefill
+from saccade.ops.triton.pages import LONG, plain_copy
+from saccade.ops.triton.prefill import attend_prefill, config_for
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection import (
     Band,
@@ -36,6 +38,7 @@ from saccade.selection import (
 )
 from saccade.selection.forms import Rule
 
+FEW_ROWS = 8  # up to which a call reads coded rows where they lie
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -49,8 +52,10 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
     paged = kv.layout()
     if not runs_on(q) or q.device != paged.k.device:
         return f"q lies on {q.device} and the keys on {paged.k.device}, its kernels run on one GPU"
-    if q.dtype not in STORAGE or q.dtype != paged.k.dtype:
-        return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {paged.k.dtype}"
+    if q.dtype not in STORAGE or q.dtype != kv.dtype:
+        return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {kv.dtype}"
+    if kv.format.k is not AUTO and not kv.format.k.coded:
+        return f"its kernels read no {kv.format.k.name} rows"
     if not paged.k.is_contiguous() or not paged.v.is_contiguous():
         return "the storage of the keys or values is not contiguous"
     if (reason := serves_heads(kv.head_dim, kv.format.value_dim)) is not None:
@@ -102,6 +107,9 @@ def attend(
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len]. The caller has checked
     :func:`serves`."""
     selection = selection.to(q.device)
+    if kv.format.k.coded and q.shape[1] > FEW_ROWS and not _copies(q, selection):
+        # Each tile of rows would turn codes into numbers by itself.
+        kv = plain_copy(kv, selection.shape.q_start + q.shape[1])
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
     if isinstance(selection, Corrected):
@@ -123,6 +131,13 @@ def attend(
     lists = None if isinstance(selection, Dense) else key_lists(selection)
     out, lse = attend_decode(q[:, 0][None], pages, lists, scale=scale, softcap=softcap)
     return out[0][:, None], lse[0][:, None]
+
+
+def _copies(q: Tensor, selection: Selection) -> bool:
+    """Whether kernels lay out the keys in one piece for this call."""
+    if isinstance(selection, (Dense, Band, Blocks)):
+        return config_for(q, selection).copy
+    return isinstance(selection, Lines) and q.shape[1] >= LONG
 
 
 def _attend_mixed(q: Tensor, kv: KVView, mixed: Mixed, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.triton.batch import Pages, pages_of
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.decode import attend_decode
+from saccade.ops.triton.decode import Tiles, attend_decode
 
-
-class Tiles(NamedTuple):
-    """How a launch is cut (see attend_decode)."""
-
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None
-    resident: int
-
-
-SMALL = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)  # what kernels for single rows have
-LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit those registers
+LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit few registers
 TILE = 64  # rows and query heads of a KV head together, of a group
 MOST_ROWS, FEWEST_KEYS = 128, 16384  # of a call whose rows go in groups; with fewer keys launching is what takes time
 FEW = 32  # query heads of a KV head, times rows, that do
@@ -43,8 +31,8 @@ def attend_rows(
     stored; ``limits`` int32 [n * rows]: how many of its sequence's first keys a row reads, 0 for padding.
     Returns ``out`` like q and ``lse`` float32 [n * rows, heads]."""
     wide = q.shape[0] // len(pages.lengths) * q.shape[1] // pages.k.shape[1]
-    tiles = tiles or (SMALL if pad(wide) <= FEW else LARGE)
-    return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, **tiles._asdict())
+    tiles = tiles or (None if pad(wide) <= FEW or format_of(pages.k, q.dtype).coded else LARGE)
+    return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, tiles=tiles)
 
 
 def attend_few(

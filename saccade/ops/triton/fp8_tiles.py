@@ -44,7 +44,7 @@ def pack_queries(q: Tensor, shape: Shape, stride: int) -> Tiles:
     last row on."""
     first = shape.q_start // stride
     tiles = (shape.q_start + shape.q_len - 1) // stride + 1 - first
-    out = _empty(len(q), tiles, stride, q)
+    out = _empty(len(q), tiles, stride, q.shape[2], q.device)
     _launch(out, q, q, q, (q.stride(0), q.stride(1), 0), (first * stride - shape.q_start, shape.q_len, tiles), stride)
     return out
 
@@ -52,7 +52,7 @@ def pack_queries(q: Tensor, shape: Shape, stride: int) -> Tiles:
 def pack_keys(kv: KVView, k_len: int, stride: int, centred: bool) -> Tiles:
     """Of the first ``k_len`` keys all tiles, each from its first row on; ``centred``: less :func:`centre`."""
     paged, tiles = kv.paged(), -(-k_len // stride)
-    out = _empty(kv.kv_heads, tiles, stride, paged.k)
+    out = _empty(kv.kv_heads, tiles, stride, kv.head_dim, paged.k.device)
     middle = centre(kv, k_len) if centred else paged.k
     strides = 0, 0, paged.head_stride
     _launch(out, paged.k, paged.block_table, middle, strides, (0, k_len, tiles), stride, kv, centred)
@@ -70,11 +70,11 @@ def centre(kv: KVView, k_len: int) -> Tensor:
     return found
 
 
-def _empty(heads: int, tiles: int, stride: int, like: Tensor) -> Tiles:
-    width = width_of(stride, like.shape[-1])
-    make = torch.empty if width == stride * like.shape[-1] else torch.zeros
-    values = make(heads * tiles, width, dtype=E4M3, device=like.device)
-    return Tiles(values, torch.empty(heads * tiles, dtype=torch.float32, device=like.device))
+def _empty(heads: int, tiles: int, stride: int, head_dim: int, device: torch.device) -> Tiles:
+    width = width_of(stride, head_dim)
+    make = torch.empty if width == stride * head_dim else torch.zeros
+    values = make(heads * tiles, width, dtype=E4M3, device=device)
+    return Tiles(values, torch.empty(heads * tiles, dtype=torch.float32, device=device))
 
 
 def _launch(
@@ -88,7 +88,7 @@ def _launch(
     kv: KVView | None = None,
     centred: bool = False,
 ) -> None:
-    tiles, head_dim = numbers[2], rows.shape[-1]
+    tiles, head_dim = numbers[2], rows.shape[-1] if kv is None else kv.head_dim
     channels = pad(head_dim)
     together = max(1, TOGETHER // (stride * channels))
     _pack[(-(-tiles // together), len(out.scale) // tiles)](
@@ -114,7 +114,7 @@ def _centre(
         inside = place < count
         key = (place.to(tl.int64) * k_len // count).to(tl.int32)
         at = pool_rows(table, key, inside, head, KV_HEADS, PAGE)[:, None]
-        x = load_keys(k_pool, at, channel[None, :], inside[:, None] & (channel < D)[None, :], D)
+        x = load_keys(k_pool, at, channel[None, :], inside[:, None], D, tl.float32)
         total += tl.sum(x.to(tl.float32), 0)
     mean = total / count
     mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)
@@ -140,7 +140,7 @@ def _pack(
     real = there[:, :, None] & (channel < D)[None, None, :]
     if PAGED:
         at = pool_rows(table + head.to(tl.int64) * table_head, row, there, head, KV_HEADS, PAGE)
-        x = load_keys(rows, at[:, :, None], channel[None, None, :], real, D)
+        x = load_keys(rows, at[:, :, None], channel[None, None, :], there[:, :, None], D, tl.float32)
         step = within
     else:
         at = head.to(tl.int64) * q_head + row.to(tl.int64) * q_row

@@ -206,8 +206,8 @@ def _latents(
     # As in decode._decode: where the next rows lie is looked up while a tile is on its way.
     for _ in tl.range(split, tiles, splits):
         there = seen[:, None] & (channel[None, :] < V)
-        k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
-        rest = load_keys(k_pool, row[:, None], beyond[None, :], seen[:, None] & (beyond[None, :] < D), D)
+        k = load_keys(k_pool, row[:, None], channel[None, :], there, D, q.dtype)
+        rest = load_keys(k_pool, row[:, None], beyond[None, :], seen[:, None] & (beyond[None, :] < D), D, q.dtype)
         valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)

@@ -99,7 +99,7 @@ def _logits(
     channel = tl.arange(0, D_PAD)
     valid = key < visible
     at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    k = load_keys(k_pool, at[:, None], channel[None, :], valid[:, None] & (channel[None, :] < D), D)
+    k = load_keys(k_pool, at[:, None], channel[None, :], valid[:, None], D, q.dtype)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     row = tl.arange(0, SIZE)
     seen = (key[None, :] <= first + row[:, None]) & (row < rows)[:, None] & (key >= begin)[None, :]

@@ -55,7 +55,7 @@ def attend_lines(
     paged, copied = kv.paged(), q_len >= LONG
     k, v = paged.k, paged.v
     if copied:
-        k, v = (gather(part, paged.block_table, 0, shape.q_start + q_len) for part in (k, v))
+        k, v = (gather(part, paged.block_table, 0, shape.q_start + q_len, q.dtype) for part in (k, v))
     elsewhere, of_unit = is_column, 0  # a pointer even to nothing
     if cone is None and copied and line_blocks.serves(q):
         steps = begins_upto[:, TILE - 1 :: TILE] + (columns_upto + TILE - 1) // TILE
@@ -183,15 +183,14 @@ def _line_step(
         row = kv_head.to(tl.int64) * limit + key
     else:
         row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    there = valid[:, None] & (channel[None, :] < D)
-    k = load_keys(k_pool, row[:, None], channel[None, :], there, D)
+    k = load_keys(k_pool, row[:, None], channel[None, :], valid[:, None], D, q.dtype)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     scores = tl.where(seen & valid[None, :], scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     shrink = tl.exp2(top - anchor)
     p = tl.exp2(scores - anchor[:, None])
-    v = load_values(v_pool, row[:, None], channel[None, :], there, D)
+    v = load_values(v_pool, row[:, None], channel[None, :], valid[:, None], D, q.dtype)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, weight * shrink + tl.sum(p, 1), higher
 

@@ -5,6 +5,8 @@ are. This module is a kv.rows.RowMover."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -12,16 +14,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
+from saccade.kv.row_formats import AUTO, format_of
 from saccade.kv.rows import Blocks, filler, summarize_rows
+from saccade.kv.view import KVView
 from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, summarize
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.readers import load_keys, store_rows
+from saccade.ops.triton.readers import load_keys, load_stored, put_stored, store_rows
 
 __all__ = [
     "copy_blocks",
     "filler",
     "gather",
     "launch_copies",
+    "plain_copy",
     "resolve",
     "store",
     "summarize",
@@ -36,32 +41,38 @@ WORDS = 1024  # of 8 bytes that one of them has on the way
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
-    """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``."""
-    heads, count, head_dim = k.shape
+    """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``; or rows as
+    they are stored, [kv_heads, t, width]."""
+    heads, count, width = k.shape
     size = paged.format.block_size
     k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (k, v))
     if count:
-        parts, channels = len(paged.format.parts), _channels(head_dim)
-        blocks, cuts = -(-(start + count) // size) - start // size, triton.cdiv(head_dim, channels)
+        raw = k.dtype == paged.k.dtype
+        parts, channels = len(paged.format.parts), _channels(width) if raw else pad(width, 1)
+        blocks, cuts = -(-(start + count) // size) - start // size, triton.cdiv(width, channels)
         _move[(blocks, heads, parts * cuts)](
             paged.k, paged.v, paged.block_table, k, v, start, count, paged.head_stride, *k.stride()[:2],
-            *v.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=True, num_warps=4,
+            *v.stride()[:2], size * k.stride(1), size * v.stride(1),
+            HEADS=heads, SIZE=size, D=width, WIDTH=channels, CUTS=cuts, STORES=True, RAW=raw, num_warps=4,
         )  # fmt: skip
 
 
-def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
-    """Positions ``start .. stop - 1`` of ``pool`` [slots, kv_heads, block_size, head_dim], whose block b of head g lies
-    in slot ``block_table[g, b]`` (int32 [kv_heads or 1, blocks]), in one piece: [kv_heads, stop - start, head_dim]."""
-    _, heads, size, head_dim = pool.shape
-    out = torch.empty(heads, stop - start, head_dim, dtype=pool.dtype, device=pool.device)
+def gather(pool: Tensor, block_table: Tensor, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Positions ``start .. stop - 1`` of ``pool`` [slots, kv_heads, block_size, width], whose block b of head g lies
+    in slot ``block_table[g, b]`` (int32 [kv_heads or 1, blocks]), in one piece: [kv_heads, stop - start, width], as
+    they are stored; with ``dtype`` what they stand for: [kv_heads, stop - start, head_dim]."""
+    _, heads, size, width = pool.shape
+    if dtype is not None:
+        width = format_of(pool, dtype).head_dim(width)
+    out = torch.empty(heads, stop - start, width, dtype=dtype or pool.dtype, device=pool.device)
     if stop > start:
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
-        channels = _channels(head_dim)
-        cuts = triton.cdiv(head_dim, channels)
+        channels = _channels(width)
+        cuts = triton.cdiv(width, channels)
         _move[(-(-stop // size) - start // size, heads, cuts)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=False, num_warps=4,
+            size * out.stride(1), 0, HEADS=heads, SIZE=size, D=width, WIDTH=channels, CUTS=cuts, STORES=False,
+            RAW=dtype is None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -69,6 +80,22 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
 def _channels(head_dim: int) -> int:
     """Of a block's rows, that one program moves."""
     return pad(head_dim, 1) if head_dim <= MOST_CHANNELS else CHANNELS
+
+
+def plain_copy(kv: KVView, stop: int) -> KVView:
+    """The first ``stop`` tokens of ``kv`` as plain rows in memory of their own, for calls that read them often."""
+    paged, layout = kv.paged(), replace(kv.format, k=AUTO, v=AUTO)
+    heads, size, blocks = layout.kv_heads, layout.block_size, layout.blocks(stop)
+    k, v = (torch.empty(layout.shape(blocks, AUTO), dtype=layout.dtype, device=kv.device) for _ in range(2))
+    table = torch.arange(blocks, dtype=torch.int32, device=kv.device)[None]
+    if stop:
+        block, head, row = k.stride()[:3]
+        _move[(blocks, heads, 2)](
+            paged.k, paged.v, paged.block_table, k, v, 0, stop, paged.head_stride, head, row, head, row, block, block,
+            HEADS=heads, SIZE=size, D=layout.head_dim, WIDTH=pad(layout.head_dim, 1), CUTS=1, STORES=False, RAW=False,
+            num_warps=4,
+        )  # fmt: skip
+    return KVView(Paged(k, v, table, stop, layout))
 
 
 def tiles_of(keys: Tensor, rows: int, channels: int | None = None) -> TensorDescriptor:
@@ -198,23 +225,32 @@ def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr
 
 @triton.jit(do_not_specialize=["start", "count", "table_head"])
 def _move(
-    k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row,
+    k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row, k_block, v_block,
     HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr,
-    STORES: tl.constexpr,
+    STORES: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, of the keys or of the values, or some channels of it."""
+    """One block of one head, of the keys or of the values, or some channels of it; ``RAW``: ``D`` elements of a row as
+    they are stored."""
     block, head = start // SIZE + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    pool, rows, head_stride, row_stride = k_pool, k, k_head, k_row
+    pool, rows, head_stride, row_stride, block_stride = k_pool, k, k_head, k_row, k_block
     if tl.program_id(2) >= CUTS:
-        pool, rows, head_stride, row_stride = v_pool, v, v_head, v_row
+        pool, rows, head_stride, row_stride, block_stride = v_pool, v, v_head, v_row, v_block
     slot = tl.load(table + head * table_head + block).to(tl.int64)
     within = tl.arange(0, SIZE)[:, None]
     channel = tl.program_id(2) % CUTS * WIDTH + tl.arange(0, WIDTH)[None, :]
     row = block.to(tl.int64) * SIZE + within - start
-    real = (row >= 0) & (row < count) & (channel < D)
+    there = (row >= 0) & (row < count)
+    real = there & (channel < D)
     place = (slot * HEADS + head) * SIZE + within
-    plain = rows + head * head_stride + row * row_stride + channel
+    number = tl.program_id(0).to(tl.int64)
+    plain = rows + head * head_stride + number * block_stride + (within - start % SIZE) * row_stride + channel
     if STORES:
-        store_rows(pool, place, channel, tl.load(plain, mask=real, other=0.0).to(pool.dtype.element_ty), real, D)
+        found = tl.load(plain, mask=real, other=0)
+        if RAW:
+            put_stored(pool, place, channel, found, there, D)
+        else:
+            store_rows(pool, place, channel, found, there, D)
+    elif RAW:
+        tl.store(plain, load_stored(pool, place, channel, there, D), mask=real)
     else:
-        tl.store(plain, load_keys(pool, place, channel, real, D), mask=real)
+        tl.store(plain, load_keys(pool, place, channel, there, D, rows.dtype.element_ty), mask=real)

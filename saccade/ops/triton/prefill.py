@@ -102,7 +102,7 @@ def attend_prefill(
     limit = shape.q_start + q_len
     k, v, k_rest = paged.k, paged.v, paged.k
     if config.copy:
-        k, v = (gather(part, paged.block_table, 0, limit) for part in (k, v))
+        k, v = (gather(part, paged.block_table, 0, limit, q.dtype) for part in (k, v))
         k_rest = tiles_of(k, keys, rest or None)
         k, v = tiles_of(k, keys, head_dim - rest), tiles_of(v, keys, values)
     _prefill[(heads, tiles)](
@@ -175,19 +175,19 @@ def _step(
     channel = tl.arange(0, D_PAD)
     piece = (kv_head * limit + start).to(tl.int32)
     row = 0
-    there = (key < limit)[:, None] & (channel[None, :] < D) if MASKED or D < D_PAD else None
+    there = (key < limit)[:, None] if MASKED else None
     if COPIED:
         k = k_pool.load([piece, 0])
     else:
         row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)[:, None]
-        k = load_keys(k_pool, row, channel[None, :], there, D)
+        k = load_keys(k_pool, row, channel[None, :], there, D, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if REST > 0:
         if COPIED:
             k = k_rest.load([piece, D_PAD])
         else:
             beyond = D_PAD + tl.arange(0, REST)
-            k = load_keys(k_pool, row, beyond[None, :], (key < limit)[:, None] if MASKED else None, D)
+            k = load_keys(k_pool, row, beyond[None, :], (key < limit)[:, None] if MASKED else None, D, q.dtype)
         scores = tl.dot(q_rest, tl.trans(k), scores, input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
@@ -206,9 +206,9 @@ def _step(
     elif V < D:
         of_value = tl.arange(0, V_PAD)
         there = (key < limit)[:, None] & (of_value[None, :] < V) if MASKED or V < V_PAD else None
-        v = load_values(v_pool, row, of_value[None, :], there, D)
+        v = load_values(v_pool, row, of_value[None, :], there, D, q.dtype)
     else:
-        v = load_values(v_pool, row, channel[None, :], there, D)
+        v = load_values(v_pool, row, channel[None, :], there, D, q.dtype)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, weight, higher
 

@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kv.row_formats import format_of
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Guesses
+from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import (
     LOG2E,
     also,
@@ -34,13 +36,16 @@ from saccade.ops.triton.common import (
     precision,
     processors,
 )
+from saccade.ops.triton.decode import Tiles
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
-from saccade.ops.triton.readers import load_keys, load_values
+from saccade.ops.triton.readers import key_codes, value_codes
 from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
 MOST_KEYS = 512  # of one microbatch
+PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
+CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of 8 bits
 WINDOW = 64  # published microbatches looked at in one go
 WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
@@ -79,10 +84,7 @@ def attend_progressive(
     guesses: Guesses | None = None,
     readers: int | None = None,
     held_back: int | None = None,
-    keys: int = 64,
-    stages: int = 2,
-    registers: int | None = 128,
-    warps: int = 4,
+    tiles: Tiles | None = None,
 ) -> Progress:
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
     are block ids of ``size`` keys, ``order`` by criticality.
@@ -92,7 +94,7 @@ def attend_progressive(
     default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``before`` int32 [batch, kv_heads],
     contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where nobody
     knows; written anew. Results do not depend on it. ``readers`` programs serve each unit; by default what fills the
-    device, on which four programs of so few ``registers`` share a processor.
+    device. ``tiles``: as in attend_decode.
     """
     q, always, order = rows(q), flat(always, torch.int32), flat(order, torch.int32)
     counts = None if counts is None else flat(counts, torch.int32)
@@ -100,10 +102,12 @@ def attend_progressive(
     kv_heads = pages.k.shape[1]
     units, ranked = order.shape
     group, device = heads // kv_heads, q.device
+    coded = format_of(pages.k, q.dtype).coded and q.dtype != torch.float32
+    keys, warps, stages, registers, resident = tiles or (CODES if coded and head_dim <= 128 else PLAIN)
     ahead = -(-always.shape[1] // rule.microbatch)  # microbatches of `always`: they come first and never stop
     parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
-        readers = max(1, min(4 * processors(device) // units, parts, WINDOW))
+        readers = max(1, min(resident * processors(device) // units, parts, WINDOW))
     row_bytes = pad(head_dim) * q.element_size()
     tile = max(size, min(keys, pad(rule.microbatch, 1) * size))
     if held_back is None:  # under the interpreter programs run one after another: it would be for nothing
@@ -204,7 +208,9 @@ def _read(
         part + 1 // TILES * readers, 1 % TILES * TILE, always, order, ahead, always_each, ranked, length, SIZE, TILE,
         MICROBATCH,
     )  # fmt: skip
-    acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+    TYPE: tl.constexpr = q.dtype
+    q, rise = queries(q, k_pool, D)
+    acc, odd_acc, grain = no_values(v_pool, PER_PAD, D, D_PAD, TYPE)
     weight = tl.zeros([PER_PAD], tl.float32)  # of all read
     own = tl.zeros([PER_PAD], tl.float32)  # of the microbatch at hand
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
@@ -228,9 +234,10 @@ def _read(
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
-            there = valid[:, None] & (channel[None, :] < D)
-            k = load_keys(k_pool, k_row[:, None], channel[None, :], there, D)
-            v = load_values(v_pool, v_row[:, None], channel[None, :], there, D)
+            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
+            v, odd, v_scale = value_codes(
+                v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE, q.shape[0]
+            )
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers
             # one tile before that.
@@ -240,7 +247,7 @@ def _read(
                 part + (step + 2) // TILES * readers, (step + 2) % TILES * TILE, always, order, ahead, always_each,
                 ranked, length, SIZE, TILE, MICROBATCH,
             )  # fmt: skip
-            scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+            scores = cap_logits(products(q, rise, k, k_scale, PRECISION), scale_log2, softcap, CAPPED)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             if GUESSED:
                 tops = tl.max(tl.reshape(scores, [PER_PAD, TILE // SIZE, SIZE]), 2)
@@ -253,7 +260,7 @@ def _read(
             by_block = tl.sum(tl.reshape(p, [PER_PAD, TILE // SIZE, SIZE]), 2)
             new = tl.sum(by_block, 1)
             weight = weight * shrink + new
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc, odd_acc, grain = add_values(acc, odd_acc, grain, shrink, p, v, odd, v_scale, PRECISION)
             top = higher
             at = part + step // TILES * readers
             own = tl.where(start == 0, 0.0, own * shrink) + new
@@ -291,11 +298,7 @@ def _read(
             )
             tl.store(words + place, tl.where(word == 0, 1, word), mask=ends)
             tl.store(part_lse + place, top + tl.log2(weight), mask=ends)
-            tl.store(
-                part_out + place[:, None] * D + channel[None, :],
-                acc * (1.0 / weight)[:, None],
-                mask=ends[:, None] & (channel[None, :] < D),
-            )
+            put_sums(part_out + place[:, None] * D, acc, odd_acc, grain, 1.0 / weight, ends[:, None], D, D_PAD)
         part += wanted * readers
         turns += wanted
         looks = tl.where(wanted > 0, 0, looks + 1 - behind)

@@ -95,7 +95,7 @@ def sums(
     found = torch.empty(heads, m, k_blocks, dtype=torch.float32, device=q.device)
     together = max(1, min(heads, MOST_BYTES // (4 * slots * k_blocks)))
     weights = torch.empty(together, k_blocks, slots, dtype=torch.float32, device=q.device)
-    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
+    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len, q.dtype), block_size) if config.copy else paged.k
     for head in range(0, heads, together):
         count = min(together, heads - head)
         _weigh[(-(-slots // config.rows), -(-k_blocks // config.span), count)](
@@ -131,7 +131,7 @@ def _run(
         q, scale = q * scale, 1.0
     given, paged = in_rows(q), kv.paged()
     # First of all, for the device copies while the host sees to the rest.
-    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
+    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len, q.dtype), block_size) if config.copy else paged.k
     own = shape.q_start // block_size
     q_blocks = (shape.q_start + q_len - 1) // block_size - own + 1
     slots, k_blocks = q_blocks * rows, -(-shape.k_len // block_size)
@@ -165,10 +165,7 @@ def _block_logs(
         channel = tl.arange(0, D_PAD)
         there = (key < k_len) if MASKED else (key >= 0)
         place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None]
-        if MASKED or D != D_PAD:
-            k = load_keys(k_pool, place, channel[None, :], there[:, None] & (channel[None, :] < D), D)
-        else:
-            k = load_keys(k_pool, place, channel[None, :], None, D)
+        k = load_keys(k_pool, place, channel[None, :], there[:, None] if MASKED else None, D, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0

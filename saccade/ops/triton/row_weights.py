@@ -67,7 +67,7 @@ def _logits(
     """Base-2 logits [rows, keys], -inf where acausal."""
     channel = tl.arange(0, D_PAD)
     at = pool_rows(table, key, key < n, kv_head, KV_HEADS, PAGE)[:, None]
-    k = load_keys(k_pool, at, channel[None, :], (key < n)[:, None] & (channel < D)[None, :], D)
+    k = load_keys(k_pool, at, channel[None, :], (key < n)[:, None], D, q.dtype)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     return tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
 

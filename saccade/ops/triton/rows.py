@@ -86,6 +86,22 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNor
     )
 
 
+def turn(x: Tensor, balance: Tensor | None = None) -> None:
+    """As ``row_passes.turn``, to the bit: heads ``x`` [heads, rows, head_dim] in place."""
+    heads, rows, head_dim = x.shape
+    _turned_in_place(x=x)
+    size = head_dim & -head_dim
+    each = max(1, NORM_TILE // pad(head_dim) // (2 if rows > FEW_ROWS else 16))
+    if rows:
+        _turn[(triton.cdiv(rows, each), heads)](
+            x, x if balance is None else balance.contiguous(), rows, x.stride(0), x.stride(1), size**-0.5,
+            D=head_dim, SIZE=size, STEPS=size.bit_length() - 1, PARTS=pad(head_dim // size, 1), EACH=each,
+            BALANCED=balance is not None, num_warps=4 if rows > FEW_ROWS else 1,
+            enable_fp_fusion=False,  # a product that is added to another is rounded first
+            **launched(x.device),
+        )  # fmt: skip
+
+
 def _turned_in_place(**parts: Tensor) -> None:
     """SaccadeError unless the values of the last axis lie together: what is written to a copy would be lost."""
     for name, part in parts.items():
@@ -110,6 +126,28 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         gate, up, out, channels, gate.stride(0), up.stride(0), WIDTH=width, num_warps=4, **launched(gate.device)
     )
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _turn(
+    x, balance, rows, head_stride, row_stride, factor, D: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    PARTS: tl.constexpr, EACH: tl.constexpr, BALANCED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one head. Each step pairs neighbours, and leaves their sums in front of their differences."""
+    head = tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, EACH * PARTS)[:, None]
+    row, channel = tl.program_id(0) * EACH + part // PARTS, part % PARTS * SIZE + tl.arange(0, SIZE)[None, :]
+    there = (row < rows) & (channel < D)
+    at = x + head * head_stride + row.to(tl.int64) * row_stride + channel
+    begin(EARLY)
+    wide = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    if BALANCED:
+        wide *= tl.load(balance + head * D + channel, mask=channel < D, other=0.0)
+    for _ in tl.static_range(STEPS):
+        first, second = tl.split(tl.reshape(wide, [EACH * PARTS, SIZE // 2, 2]))
+        joined = tl.join(first + second, first - second)
+        wide = tl.reshape(tl.permute(joined, (0, 2, 1)), [EACH * PARTS, SIZE])
+    tl.store(at, (wide * factor).to(x.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.ops.row_words import AuditPlace, TapWords
 from saccade.ops.triton.batch import Pages, even_splits
-from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, TYPES, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.readers import load_keys, load_values
 from saccade.ops.triton.state_words import places as places_of
 
@@ -29,7 +29,6 @@ WARPS = 4  # of a program
 STACKED = 8  # heads of a group at most, whose weights' parts are rows of one product
 MOST_SPLITS = 128  # of a place's keys
 MERGED = 1 << 13  # numbers of shares that are merged at once
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TINY = torch.finfo(torch.float32).tiny
 P, T = places_of(AuditPlace), places_of(TapWords)
 PLACE: tl.constexpr = tl.constexpr(len(AuditPlace._fields))
@@ -59,7 +58,7 @@ def compare(
     Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.audit``), means over the KV
     head's query heads of values that are 1 at most; NaN where numbers are not finite."""
     device, rows, all_rows = places.device, given.addresses.shape[1], pages.tables.shape[1]
-    count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.k.shape[3]
+    count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.head_dim
     group, halves = given.heads // kv_heads, given.dtype.itemsize == 2
     small = halves and head_dim <= 128
     keys = KEYS if small else KEYS // 2
@@ -120,9 +119,8 @@ def _parts(
     row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(split, tl.cdiv(length - first, KEYS), splits):
         seen = number < length
-        there = seen[:, None] & (channel[None, :] < D)
-        k = load_keys(k_pool, row_of[:, None], channel[None, :], there, D)
-        v = load_values(v_pool, row_of[:, None], channel[None, :], there, D)
+        k = load_keys(k_pool, row_of[:, None], channel[None, :], seen[:, None], D, TYPE)
+        v = load_values(v_pool, row_of[:, None], channel[None, :], seen[:, None], D, TYPE)
         number += splits * KEYS  # looked up while this tile is on its way, as in decode
         row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)

@@ -1,0 +1,53 @@
+"""Which keys a tile of decode holds: numbers in a list, or runs of keys side by side, which are looked up once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _key(ids, number, valid, SIZE: tl.constexpr):
+    if SIZE == 0:
+        key = number
+    elif SIZE == 1:
+        key = tl.load(ids + number, mask=valid, other=0)
+    else:
+        key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
+    return key
+
+
+@triton.jit
+def listed(ids, number, upto, RUN: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr):
+    """The ``number``-th keys of a list of ``upto``; of a tile of runs of keys that lie side by side, two at most, the
+    first key of each."""
+    key = _key(ids, number, number < upto, SIZE)
+    other = key
+    if RUN > 1 and RUN < KEYS:
+        other = _key(ids, number + RUN, number + RUN < upto, SIZE)
+    return key, other
+
+
+@triton.jit
+def seen_of(number, count, first, second, length, step, RUN: tl.constexpr, KEYS: tl.constexpr):
+    """Which of a tile's keys there are, of a list of ``count`` and a sequence of ``length``."""
+    left = tl.minimum(count - number, length - first)
+    if RUN == 1:
+        found = left > 0
+    elif RUN == KEYS:
+        found = step < left
+    else:
+        found = tl.where(step < RUN, step < left, step - RUN < tl.minimum(count - number - RUN, length - second))
+    return found
+
+
+@triton.jit
+def spread(first, second, step, RUN: tl.constexpr, KEYS: tl.constexpr):
+    """Of a tile all numbers, from those that its one or two runs begin with; without runs (1) they are there."""
+    if RUN == 1:
+        found = first
+    elif RUN == KEYS:
+        found = first + step
+    else:
+        found = tl.where(step < RUN, first + step, second + (step - RUN))
+    return found
