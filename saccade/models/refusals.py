@@ -47,7 +47,7 @@ def _positive(value: Any) -> bool:
 
 def _odd_layer_types(config: Config) -> list[str]:
     kinds, family = config.get("layer_types"), FAMILIES.get(config["model_type"])
-    known = _KNOWN_LAYER_TYPES | set(family.keeping.kinds if family is not None and family.keeping is not None else ())
+    known = _KNOWN_LAYER_TYPES | set(family.keeping.known if family is not None and family.keeping is not None else ())
     return sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
 
 
@@ -77,10 +77,6 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "keys and values shared between layers",
     ),
     (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
-    (
-        _type_in("nemotron_h"),
-        "layers that are an MLP or experts alone, which neither attend nor keep a state (its Mamba-2 would run)",
-    ),
     (
         _says_recurrent,
         "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values",

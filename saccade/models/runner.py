@@ -58,8 +58,9 @@ class HFRunner:
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
         self._numbers = [numbers.get(place) for place in range(self.depth)]
-        self.rotary = Rotary(getattr(decoder, family.rotary), self.config, per_layer_type=family.rotary_per_layer_type)
-        self._embedding = decoder.embed_tokens
+        rotary = None if family.rotary is None else getattr(decoder, family.rotary)
+        self.rotary = Rotary(rotary, self.config, per_layer_type=family.rotary_per_layer_type)
+        self._embedding = decoder.get_input_embeddings()
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
         self.turns: list[KeyTurn] | None = None
