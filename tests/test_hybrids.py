@@ -19,7 +19,7 @@ from saccade.kv.states import StatePool
 from saccade.methods.policy import Policy
 
 FAST = ("lfm2", "qwen3_5_text")
-OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "nemotron_h")
+OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "nemotron_h", "bamba")
 FAMILIES = quick((*FAST, *OTHERS), lambda one: one in FAST)
 # Of a test that takes longer, or hangs on the engine more than on the family.
 costly = pytest.mark.parametrize(

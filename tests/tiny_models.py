@@ -190,6 +190,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
         **_MAMBA,
     },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
     "nemotron_h": {
         "head_dim": 16,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],

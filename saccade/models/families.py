@@ -169,6 +169,7 @@ _CHECKED = (
         finish_logits=_multiplied_head,
         keeping=Keeping("mamba", ("hybrid",), attend=True),
     ),
+    Family("bamba", "BambaForCausalLM", final_norm="final_layernorm", keeping=_MAMBA),
     Family(
         "nemotron_h",
         "NemotronHForCausalLM",

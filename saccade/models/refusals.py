@@ -22,7 +22,7 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
