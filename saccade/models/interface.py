@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.states import StateFormat
-from saccade.ops.layer_rows import RowLayers
+from saccade.ops.layer_rows import WholeLayers
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class WholeRows(Protocol):
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[LayerAttention],
