@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=500, help="steps between validations")
     parser.add_argument("--longest", type=int, default=32_768, help="longest context of the last validation")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop (and save) after so many")
-    parser.add_argument("--paced", action="store_true", help="fit the whole recipe into --minutes, whatever the machine")
+    parser.add_argument("--paced", action="store_true", help="fit the recipe into --minutes on any machine")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default=None)
     torch.set_float32_matmul_precision("high")

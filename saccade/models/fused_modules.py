@@ -96,7 +96,6 @@ def _norm(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
         return None
     for how in _normings(module, len(weight), gated=len(given) > 1):
         if _same(kernels.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
-
             return _FusedNorm(module, epsilon, how, kernels)
     return None
 

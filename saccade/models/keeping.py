@@ -266,7 +266,8 @@ class KeepingLayers:
             if not isinstance(module.forward, _Split):
                 module.forward = _Split(_with_kernels(module), number)
         for number, place in enumerate(attending_layers(family, config)):
-            getattr(layers[place], family.keeping.attention).layer_idx = number  # by which it is known to whoever attends
+            attention = getattr(layers[place], family.keeping.attention)
+            attention.layer_idx = number  # by which it is known to whoever attends
         self._channels = config.hidden_size
         self._in_slots = all(map(_calls_kernels, self._modules))
 

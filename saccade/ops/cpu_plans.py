@@ -18,7 +18,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_readings import Reads
-from saccade.ops.cpu_structs import address, native, pool_of
+from saccade.ops.cpu_structs import native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS, WholeLayers
 from saccade.ops.layout import written as checked
 

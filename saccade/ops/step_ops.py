@@ -117,7 +117,9 @@ class OpList:
         )
         return out
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, pool: Tensor, slots: Tensor) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, pool: Tensor, slots: Tensor
+    ) -> Tensor:
         """As of ``cpu_keeping.convolve``, of a token of each row's sequence: ``x`` [rows, channels], whose states are
         ``pool``'s [slots, channels, kept] at ``slots`` int64 [rows]."""
         out = self.room(x.shape[1])
@@ -149,8 +151,8 @@ class OpList:
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor
     ) -> Tensor:
-        """As of ``cpu_keeping.delta_rule``, normalized, of a token of each row's sequence: ``q``, ``k`` [rows, key heads,
-        d_k], ``v`` [rows, value heads, d_v], ``g`` and ``beta`` float32 [rows, value heads]."""
+        """As of ``cpu_keeping.delta_rule``, normalized, of a token of each row's sequence: ``q``, ``k`` [rows, key
+        heads, d_k], ``v`` [rows, value heads, d_v], ``g`` and ``beta`` float32 [rows, value heads]."""
         out = torch.empty(v.shape, dtype=self.dtype)
         states = [native.TokenRows(at=one.data_ptr(), sequence=one.stride(0), token=one.stride(0)) for one in (q, k, v)]
         self._add(
