@@ -5,8 +5,8 @@
 
 Qwen3.5-4B's shape (2,560 channels, three gated delta layers to one that attends, heads of 256) with ``--layers`` layers
 and random weights, bfloat16. A line each: seconds of the prefill, and the median milliseconds of a decode step.
-``layers``: the same kernels, called layer by layer in a step; ``torch``: transformers' modules as they are, states copied
-in and out; attention is ours in all.
+``layers``: the same kernels, called layer by layer in a step; ``torch``: transformers' modules as they are, states
+copied in and out; attention is ours in all.
 """
 
 from __future__ import annotations
