@@ -31,13 +31,14 @@ def listed(ids, number, upto, RUN: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.co
 @triton.jit
 def seen_of(number, count, first, second, length, step, RUN: tl.constexpr, KEYS: tl.constexpr):
     """Which of a tile's keys there are, of a list of ``count`` and a sequence of ``length``."""
-    left = tl.minimum(count - number, length - first)
     if RUN == 1:
-        found = left > 0
-    elif RUN == KEYS:
-        found = step < left
+        found = (number < count) & (first < length)
     else:
-        found = tl.where(step < RUN, step < left, step - RUN < tl.minimum(count - number - RUN, length - second))
+        left = tl.minimum(count - number, length - first)
+        if RUN == KEYS:
+            found = step < left
+        else:
+            found = tl.where(step < RUN, step < left, step - RUN < tl.minimum(count - number - RUN, length - second))
     return found
 
 
