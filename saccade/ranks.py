@@ -17,7 +17,8 @@ import torch.distributed as distributed
 from saccade.engine.attention import Watch
 from saccade.engine.config import EngineConfig
 from saccade.engine.host_calls import Setting
-from saccade.engine.rank_link import ANSWER_SECONDS, RankGroup, RankLink, failed, ready, send
+from saccade.engine.rank_link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
+from saccade.engine.rank_watch import SumCounts
 from saccade.engine.ranks import OtherRank
 from saccade.errors import brief
 from saccade.kv import BlockManager, KVFormat, KVStorage
@@ -78,7 +79,8 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
         raise
     store.set(ready(rank), "")
-    group.append(RankGroup(store, rank, ranks, ANSWER_SECONDS))
+    counts = SumCounts(counts_path(Path(start.store)), ranks)
+    group.append(RankGroup(store, rank, ranks, ANSWER_SECONDS, counts))
     OtherRank(group[0], pool, model.runner, setting, start.exact).follow(messages)
 
 

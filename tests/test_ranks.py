@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import re
 import signal
 import threading
 from contextlib import suppress
@@ -406,6 +407,22 @@ def test_a_rank_that_dies(pair):
     assert one.generate(PROMPTS[3], greedy(2))[0].error is None
 
 
+def test_a_rank_that_hangs(pair, monkeypatch):
+    """It is found by the processor that it does not use while it is waited for, and named."""
+    _, two = pair
+    engine = two.engine
+    engine.link._watch._seconds = 0.5
+    request = engine.add(PROMPTS[0], greedy(30), Policy())
+    while len(request.output_ids) < 3:
+        engine.step()
+    process = engine.link.processes[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    finish(engine)
+    assert re.search(r"rank 1 of 2 hangs: it used no processor for \d s.*begin another", request.error)
+    assert process.poll() == -signal.SIGKILL
+    assert not two.loop.alive
+
+
 @pytest.fixture
 def on_a_thread(monkeypatch):
     """The other rank runs on a thread of this process: what breaks it can be planted."""
@@ -496,7 +513,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer(monkeypatch):
     link, groups = RankLink(2), {}
 
     def join(rank: int) -> None:
-        groups[rank] = RankGroup(link._store if rank == 0 else store, rank, 2, rank_link.ANSWER_SECONDS)
+        groups[rank] = RankGroup(link._store if rank == 0 else store, rank, 2, rank_link.ANSWER_SECONDS, link._counts)
 
     store = torch.distributed.FileStore(str(link.store_path), 2)
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
