@@ -1,4 +1,4 @@
-"""Which rank does not get on, seen from the first one: in a file that they share each counts the sums it has come to."""
+"""Which rank does not get on, as the first one sees it: in a file that they share each counts the sums it comes to."""
 
 from __future__ import annotations
 
