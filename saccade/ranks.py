@@ -67,10 +67,9 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
-            whole = load_model(
-                checkpoint_folder(config.model, config.revision), config.dtype, config.device, lora=config.lora
-            )
-        model = shard_model(whole, rank, ranks, lambda part: group[0].sum(part))
+            folder = checkpoint_folder(config.model, config.revision)
+            whole = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
+        model = shard_model(whole, rank, ranks, lambda: group[0])
         spec = model.spec
         layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size)
         pool = BlockManager(KVStorage(layout, start.blocks, model.device), spec.layers)

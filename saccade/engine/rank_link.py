@@ -131,9 +131,9 @@ class RankLink:
             raise RanksLost(str(self.lost or "the other ranks have not begun"))
         return self._group
 
-    def sum(self, part: Tensor) -> Tensor:
-        """See RankGroup."""
-        return self.group.sum(part)
+    def joined(self) -> RankGroup:
+        """See ``group``."""
+        return self.group
 
     def lose(self, error: BaseException | None) -> RanksLost:
         """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
