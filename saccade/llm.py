@@ -80,7 +80,7 @@ class LLM:
         pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
         self.model.runner.turn_keys(pool.format.turned)
         if link is not None:
-            start_ranks(link, config, pool, exact)
+            start_ranks(link, config, pool, self.max_model_len, exact)
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact, link=link)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)

@@ -301,7 +301,6 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
         ({"device": "cuda"}, SaccadeError, "device='cpu'"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),
         ({"kv_memory": "profile"}, SaccadeError, "kv_memory='profile' does not go with"),
-        ({"kv_disk": "tier:1GiB"}, SaccadeError, "leave kv_disk out"),
         ({"tensor_parallel_size": 0}, SaccadeError, "tensor_parallel_size=0 must be an integer >= 1"),
         ({"tensor_parallel_size": True}, SaccadeError, "must be an integer >= 1"),
     ],

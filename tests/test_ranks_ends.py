@@ -82,8 +82,8 @@ def on_a_thread(monkeypatch):
             serve(start, iter(messages.get, None))
         gc.collect()  # closes its connections, as the end of a process does
 
-    def started(link, config, pool, exact) -> None:
-        start = Start(config, 1, str(link.store_path), pool.num_blocks, exact, torch.get_num_threads())
+    def started(link, config, pool, length, exact) -> None:
+        start = Start(config, 1, str(link.store_path), pool.num_blocks, length, exact, torch.get_num_threads())
         threads.append(threading.Thread(target=follow, args=(start,)))
         threads[-1].start()
         link.tell, link.tell_each = messages.put, lambda each: messages.put(each[0])
@@ -146,7 +146,7 @@ def test_a_rank_that_cannot_load_its_model_says_why(tmp_path):
     link.processes.append(SimpleNamespace(poll=lambda: None, stdin=None, wait=lambda seconds: 0))
     config = EngineConfig(model=tmp_path, device="cpu", tensor_parallel_size=2)
     with pytest.raises(SaccadeError):
-        serve(Start(config, 1, str(link.store_path), 3, True, torch.get_num_threads()), iter(()))
+        serve(Start(config, 1, str(link.store_path), 3, 64, True, torch.get_num_threads()), iter(()))
     with pytest.raises(RanksLost, match=r"rank 1 of 2: ModelError: .*config.json.*close this engine"):
         link.join()
     with pytest.raises(RanksLost, match=r"config\.json"):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import WIDE, tiny, write
-from rank_helpers import PROMPTS, greedy, make, same
+from rank_helpers import LAYERS, PROMPTS, greedy, make, same
 from tiny_models import make_checkpoint
 
 from saccade import LLM, ranks
 from saccade.errors import ModelError
+from saccade.kv.format import KVFormat
 from saccade.models.loader import load_model
 from saccade.models.shards import shard, shard_model
 
@@ -98,3 +99,34 @@ def test_quantised_weights(tmp_path, stored):
 def test_products_that_take_rows_in_8_bits_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"is not for weights in fp8.*tensor_parallel_size=1"):
         make(make_checkpoint("llama", tmp_path, hidden_size=64), 2, quantize="fp8_reference")
+
+
+@pytest.mark.parametrize("policy", ["dense", "flexprefill+quest(budget=64)", "psa(epsilon=0.3)"])
+def test_keys_and_values_in_eight_bits(tmp_path, policy):
+    folder = make_checkpoint("qwen2", tmp_path, max_position_embeddings=512, num_key_value_heads=2)
+    answers = []
+    for count in (1, 2):
+        with make(folder, count, kv_memory="8MiB", kv_dtype="int8") as llm:
+            assert llm.pool.format.turned
+            answers.append(llm.generate(PROMPTS[:3], greedy(), policy=policy))
+    same(*answers)
+
+
+TIERS = {
+    "host": {"kv_host": "8MiB"},
+    "disk": {"kv_disk": "tier:8MiB"},
+    "both": {"kv_host": "64KiB", "kv_disk": "t:8MiB"},
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tiers(tiny_llama, tmp_path, monkeypatch, tier):
+    """Each rank moves blocks of its own heads; what is chosen and said is that of one process with all in memory."""
+    monkeypatch.chdir(tmp_path)
+    for policy in ("dense", "flexprefill+quest(budget=64)", "lfps"):
+        answers = []
+        for count, options in ((1, {}), (2, TIERS[tier])):
+            memory = LAYERS * (12 if count == 2 else 400) * KVFormat(torch.float32, 2 // count, 16, 32).block_bytes
+            with make(tiny_llama, count, kv_memory=memory, **options) as llm:
+                answers.append(llm.generate(PROMPTS, greedy(), policy=policy))
+        same(*answers)
