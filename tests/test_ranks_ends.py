@@ -58,7 +58,7 @@ def test_a_rank_that_dies(two):
 def test_a_rank_that_hangs(two):
     """It is found by the processor that it does not use while it is waited for, and named."""
     engine = two.engine
-    engine.link._watch._seconds = 0.5
+    engine.link.hangs_after(0.5)
     request = engine.add(PROMPTS[0], greedy(30), Policy())
     while len(request.output_ids) < 3:
         engine.step()

@@ -135,6 +135,11 @@ class RankLink:
         """See ``group``."""
         return self.group
 
+    def hangs_after(self, seconds: float) -> None:
+        """Let a rank hang for no longer than ``seconds``."""
+        if self._watch is not None:
+            self._watch.seconds = seconds
+
     def lose(self, error: BaseException | None) -> RanksLost:
         """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
         with self._losing:

@@ -52,7 +52,7 @@ class RankWatch:
     def __init__(
         self, counts: SumCounts, processes: Sequence[Process], seconds: float, found: Callable[[int, str], None]
     ) -> None:
-        self._counts, self._processes, self._seconds, self._found = counts, processes, seconds, found
+        self._counts, self._processes, self.seconds, self._found = counts, processes, seconds, found
         self._over = threading.Event()
         self._still: dict[int, tuple[float | None, float]] = {}  # by rank: processor seconds, and since when
         threading.Thread(target=self._look, name="saccade-ranks", daemon=True).start()
@@ -62,7 +62,7 @@ class RankWatch:
         self._over.set()
 
     def _look(self) -> None:
-        while not self._over.wait(min(LOOK_SECONDS, self._seconds / 4)):
+        while not self._over.wait(min(LOOK_SECONDS, self.seconds / 4)):
             late, now = self._counts.late(), time.monotonic()
             for rank, process in enumerate(self._processes, 1):
                 if (code := process.poll()) is not None:
@@ -71,7 +71,7 @@ class RankWatch:
                 before, since = self._still.get(rank, (None, now))
                 if used is None or used != before:
                     self._still[rank] = used, now
-                elif now - since >= self._seconds:
+                elif now - since >= self.seconds:
                     return self._found(rank, f"hangs: it used no processor for {now - since:.0f} s, and was waited for")
 
 
