@@ -39,8 +39,8 @@ class RanksLost(EngineLost):
 
 class RankGroup:
     """The sums of ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
-    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin. Each sum that it
-    comes to counts in ``counts``."""
+    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin. ``counts`` say
+    when it is in one."""
 
     def __init__(self, store: Any, rank: int, ranks: int, seconds: float, counts: SumCounts) -> None:
         gloo: Any = distributed.ProcessGroupGloo  # of which torch's stubs know little
@@ -52,16 +52,16 @@ class RankGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, added up in float32, in the dtype of ``part``."""
-        self._counts.add(self._rank)
         whole = part.float().contiguous()
-        self._group.allreduce([whole]).wait()
+        with self._counts.within(self._rank):
+            self._group.allreduce([whole]).wait()
         return whole.to(part.dtype)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' parts, which are of one shape and dtype."""
-        self._counts.add(self._rank)
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        self._group.allgather([parts], [part.contiguous()]).wait()
+        with self._counts.within(self._rank):
+            self._group.allgather([parts], [part.contiguous()]).wait()
         return parts
 
 

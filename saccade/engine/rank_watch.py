@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 WORD = 8  # bytes of a count
 LOOK_SECONDS = 0.5
@@ -25,21 +26,27 @@ class Process(Protocol):
 
 
 class SumCounts:
-    """How many sums each of ``ranks`` ranks has come to, in a file at ``path`` that all of them open."""
+    """How often each of ``ranks`` ranks has begun or ended a sum, in a file at ``path`` that all of them open."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         with path.open("a+b") as file:
             file.truncate(ranks * WORD)
-            self._begun = memoryview(mmap.mmap(file.fileno(), ranks * WORD)).cast("q")
+            self._counts = memoryview(mmap.mmap(file.fileno(), ranks * WORD)).cast("q")
 
-    def add(self, rank: int) -> None:
-        """``rank`` has come to one more."""
-        self._begun[rank] += 1
+    @contextmanager
+    def within(self, rank: int) -> Iterator[None]:
+        """``rank`` is in a sum."""
+        self._counts[rank] += 1
+        yield
+        self._counts[rank] += 1
 
-    def late(self) -> list[int]:
-        """The ranks that have not come to a sum in which the first one waits."""
-        first, *others = self._begun
-        return [rank for rank, count in enumerate(others, 1) if count < first]
+    def awaited(self) -> tuple[int, list[int]]:
+        """The first rank's count, and the ranks that keep it in a sum: those that have not come to it, or where all
+        have, those that are in it too."""
+        first, *others = self._counts
+        late = [rank for rank, count in enumerate(others, 1) if count < first]
+        within = [rank for rank, count in enumerate(others, 1) if count == first]
+        return first, (late or within) if first % 2 else []
 
 
 class RankWatch:
@@ -54,7 +61,7 @@ class RankWatch:
     ) -> None:
         self._counts, self._processes, self.seconds, self._found = counts, processes, seconds, found
         self._over = threading.Event()
-        self._still: dict[int, tuple[float | None, float]] = {}  # by rank: processor seconds, and since when
+        self._still: dict[int, tuple[tuple[int, Activity], float]] = {}  # by rank: what it was, and since when
         threading.Thread(target=self._look, name="saccade-ranks", daemon=True).start()
 
     def close(self) -> None:
@@ -63,22 +70,32 @@ class RankWatch:
 
     def _look(self) -> None:
         while not self._over.wait(min(LOOK_SECONDS, self.seconds / 4)):
-            late, now = self._counts.late(), time.monotonic()
+            (count, awaited), now, still = self._counts.awaited(), time.monotonic(), dict(self._still)
+            self._still.clear()
             for rank, process in enumerate(self._processes, 1):
                 if (code := process.poll()) is not None:
                     return self._found(rank, f"ended by itself, with exit code {code}")
-                used = processor_seconds(process.pid) if rank in late else None
-                before, since = self._still.get(rank, (None, now))
-                if used is None or used != before:
-                    self._still[rank] = used, now
-                elif now - since >= self.seconds:
-                    return self._found(rank, f"hangs: it used no processor for {now - since:.0f} s, and was waited for")
+                if rank in awaited and (active := activity(process.pid)) is not None:
+                    before, since = still.get(rank, (None, now))
+                    self._still[rank] = (count, active), since if before == (count, active) else now
+            hanging = [rank for rank, (_, since) in self._still.items() if now - since >= self.seconds]
+            if hanging:  # of several that are in a sum, those that the system has stopped
+                worst = max(hanging, key=lambda rank: self._still[rank][0][1].stopped)
+                why = f"hangs: it used no processor for {now - self._still[worst][1]:.0f} s, and was waited for"
+                return self._found(worst, why)
 
 
-def processor_seconds(pid: int) -> float | None:
-    """Clock ticks of processor time that a process and its threads have used; None where the system does not say."""
+class Activity(NamedTuple):
+    """What the system says of a process: clock ``ticks`` of processor time that it and its threads have used."""
+
+    ticks: int
+    stopped: bool
+
+
+def activity(pid: int) -> Activity | None:
+    """None where the system does not say."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return float(words[11]) + float(words[12])  # utime and stime, proc(5)
+    return Activity(int(words[11]) + int(words[12]), words[0] in "Tt")  # utime and stime, state: proc(5)
