@@ -24,10 +24,11 @@ from saccade.kv.row_formats import FP8, INT8, RowFormat
 from saccade.methods.flexprefill.triton_pooled import pooled_shares
 from saccade.ops import Call, cpu, cpu_rows, run
 from saccade.ops.triton import antidiagonals, block_sums, fp8_tiles, pages, row_shares, row_weights
+from saccade.ops.triton.batch import Pages, pages_of, rows_between
 from saccade.ops.triton.batched_decode import Summaries, append_rows
 from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_summaries import summarize
-from saccade.ops.triton.decode import Pages, attend_decode, pages_of, rows_between
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import key_lists
 from saccade.ops.triton.few_rows import attend_few
 from saccade.ops.triton.line_sums import token_sums

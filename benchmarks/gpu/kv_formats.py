@@ -24,7 +24,8 @@ from saccade.kv.host import HostTier
 from saccade.kv.row_formats import AUTO, FORMATS, FP8, INT8, RowFormat
 from saccade.ops import Call, run
 from saccade.ops.triton import decode
-from saccade.ops.triton.decode import KeyLists, Pages, Tiles, attend_decode
+from saccade.ops.triton.batch import KeyLists, Pages
+from saccade.ops.triton.decode import Tiles, attend_decode
 from saccade.ops.triton.pages import copy_blocks
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Dense, Shape

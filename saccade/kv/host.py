@@ -17,18 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.compute import Compute
 from saccade.kv.pinned import PinnedMemory
+from saccade.kv.rows import Blocks
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Loading, Parts, TierCounts
 from saccade.machine import show_bytes
 
 WORD = 16  # bytes that copies take at once
 Array = np.ndarray[Any, Any]
-Halves = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostTier:
@@ -51,18 +50,19 @@ class HostTier:
         if self.cells < 1:
             raise SaccadeError(f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {block_bytes} bytes")
         self.device = storage.device
-        steps = [math.lcm(pool.shape[-1] * pool.element_size(), WORD) for pool in (storage.k, storage.v)]
+        steps = [math.lcm(pool.shape[-1] * pool.element_size(), WORD) for pool in storage.parts]
         self.memory = PinnedMemory(self.cells * block_bytes + sum(steps), self.device)
         rest, halves = self.memory.data, []
-        for pool, step, rows in zip((storage.k, storage.v), steps, self.format.parts):
+        for pool, step, rows in zip(storage.parts, steps, self.format.parts):
             # Whole rows away from the pool's, so that kernels find both from one address.
             rest = rest[(pool.data_ptr() - rest.data_ptr()) % step :]
             halves.append(rest[: self.cells * self.format.half_bytes(rows)])
             rest = rest[len(halves[-1]) :]
-        self.k, self.v = (
+        self._parts = tuple(
             half.view(rows.dtype(self.format.dtype)).view(self.format.shape(self.cells, rows))
             for half, rows in zip(halves, self.format.parts)
         )
+        self.k, self.v = self._parts[0], self._parts[-1]
         self._begin()
         self.counts = TierCounts()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -87,7 +87,7 @@ class HostTier:
             index = np.array(cells) - 1
             self._owner[index] = np.array(parts[:count])
             with self._copying():
-                self._move((self.storage.k, self.storage.v), np.array(slots[:count]), (self.k, self.v), index)
+                self._move(self.storage.parts, np.array(slots[:count]), self._parts, index)
                 self._written = self._last = self._event()
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
@@ -114,7 +114,7 @@ class HostTier:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         with self._copying():
-            self._move((self.k, self.v), index, (self.storage.k, self.storage.v), np.array(slots))
+            self._move(self._parts, index, self.storage.parts, np.array(slots))
             loaded = self._event()
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)
@@ -140,6 +140,7 @@ class HostTier:
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
         self.k = self.v = self.storage.k.new_empty(0, device="cpu")
+        self._parts = ()
         self.memory.close()
 
     def wait_for(self, loaded: Any) -> None:
@@ -168,10 +169,10 @@ class HostTier:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _move(self, source: Halves, which: Array, target: Halves, where: Array) -> None:
+    def _move(self, source: Blocks, which: Array, target: Blocks, where: Array) -> None:
         """Copy parts: blocks, or what lies there of one KV head."""
         if self.heads > 1:
-            source, target = ((k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]) for k, v in (source, target))
+            source, target = (tuple(part.flatten(0, 1)[:, None] for part in parts) for parts in (source, target))
             which, where = which * self.heads + self._head, where * self.heads + self._head
         listed = [torch.from_numpy(one.astype(np.int64)) for one in (which, where)]
         self.storage.mover.copy_blocks(source, listed[0], target, listed[1])

@@ -22,9 +22,9 @@ from saccade.kv.paged import Paged
 from saccade.kv.row_formats import FORMATS, RowFormat
 from saccade.ops import Call, run
 from saccade.ops.triton import pages
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_decode import Summaries, append_rows
 from saccade.ops.triton.block_summaries import summarize
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.few_rows import attend_few
 from saccade.selection import Shape
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from saccade.kv.row_formats import format_of
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import (
@@ -35,7 +36,7 @@ from saccade.ops.triton.common import (
     precision,
     processors,
 )
-from saccade.ops.triton.decode import Pages, Tiles
+from saccade.ops.triton.decode import Tiles
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
 from saccade.ops.triton.readers import key_codes, value_codes
