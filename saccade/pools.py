@@ -24,6 +24,8 @@ from saccade.profiling import MemoryProfile, profile
 
 LEAST_STATES = 2  # of a request that runs: its own, and one to go back to or to copy it to
 
+TURNING = ("cpu",)  # devices whose steps turn queries and keys; "cuda", too, when GPUs read rows of 8 bits
+
 
 def make_pool(
     config: EngineConfig, model: LoadedModel, max_model_len: int
@@ -82,7 +84,13 @@ def make_pool(
 def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:
     """How keys and values of ``model``, or of a rank's part, lie. SaccadeError where nothing reads ``kv_dtype``."""
     spec = model.spec
-    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
+    reader = _reader(config.backend, model.device)
+    rows = format_called(config.kv_dtype, spec.dtype, reader)
+    if rows.coded and reader == "triton" and spec.value_dim is not None:
+        raise SaccadeError(
+            f"kv_dtype={config.kv_dtype!r}: {spec.family} stores latents, which a GPU's kernels read in the model's "
+            "dtype alone; leave kv_dtype at 'auto'"
+        )
     turned = _turns(config, rows, model)
     return KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size, rows, rows, turned, spec.value_dim)
 
@@ -103,7 +111,7 @@ def _turns(config: EngineConfig, rows: RowFormat, model: LoadedModel) -> bool:
                 "not turned; leave kv_rotate out"
             )
         return False
-    if config.kv_rotate and model.device.type != "cpu":
+    if config.kv_rotate and model.device.type not in TURNING:
         raise SaccadeError("kv_rotate=True: queries and keys are turned on a CPU alone; leave it out, or device='cpu'")
     return rows.turned if config.kv_rotate is None else config.kv_rotate
 

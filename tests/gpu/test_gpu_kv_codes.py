@@ -14,7 +14,7 @@ from helpers import KINDS, generator, planted_heads, random_selection
 from test_gpu_engine import settled
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM, SamplingParams
+from saccade import LLM, SamplingParams, pools
 from saccade.engine import device_attention
 from saccade.kv import KVFormat, KVStorage, KVView, offers
 from saccade.kv import rows as by_torch
@@ -37,6 +37,7 @@ def read_by_kernels():
     with pytest.MonkeyPatch.context() as patch:
         for one in ("int8", "fp8"):
             patch.setattr(type(FORMATS[one]), "read_by", ("triton", "cpu", "reference"))
+        patch.setattr(pools, "TURNING", ("cpu", "cuda"))
         yield
 
 

@@ -246,6 +246,7 @@ def _scales_at(pool, row, channel, there, D: tl.constexpr):
         return first
     else:
         scales = tl.where(channel < SCALED, first, scales)
+        tl.static_assert(D <= 4 * SCALED, "int8 rows of a GPU have 256 channels at most")
         if D > 2 * SCALED:
             third, fourth = _pair(begin + 1, there)
             scales = tl.where(channel < 2 * SCALED, scales, tl.where(channel < 3 * SCALED, third, fourth))
