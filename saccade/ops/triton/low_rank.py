@@ -28,7 +28,7 @@ _TINY: tl.constexpr = tl.constexpr(TINY)
 def record_pages(pages: Pages, pointers: Tensor, size: int, limits: Tensor | None = None) -> None:
     """Write the record of each page of ``size`` keys that a row's last key fills, all keys being stored; ``pointers``
     and ``limits`` as in batched_decode.append_rows."""
-    kv_heads, head_dim = pages.k.shape[1], pages.k.shape[-1]
+    kv_heads, head_dim = pages.k.shape[1], pages.head_dim
     lengths = pages.lengths if limits is None else limits
     rows = record_rows(size, head_dim)
     _record[(kv_heads, len(lengths))](
@@ -130,7 +130,7 @@ def _record(
         real = channel < D
         there = (key < SIZE)[:, None] & real[None, :]
         place = pool_rows(table, length - SIZE + key, key < SIZE, head, KV_HEADS, PAGE)[:, None]
-        keys = load_keys(k_pool, place, channel[None, :], there, D).to(tl.float32)
+        keys = load_keys(k_pool, place, channel[None, :], (key < SIZE)[:, None], D, tl.float32).to(tl.float32)
         keys = tl.where(tl.abs(keys) <= 3.4028234e38, keys, 0.0)  # what is no number is not, either
         mean = tl.sum(keys, 0) / SIZE
         keys = tl.where(there, keys - mean[None, :], 0.0)
