@@ -241,7 +241,7 @@ def test_int8_latents_are_what_their_codes_stand_for(engines, pair, monkeypatch)
     both = [pair.llm(kv_dtype="int8", **given) for given in ({}, {"backend": "reference"})]
     layout = both[0].pool.format
     assert (layout.joined, layout.turned, layout.k) == (True, False, INT8)
-    assert layout.block_bytes == 16 * (48 + 2)
+    assert layout.block_bytes == 16 * (48 + 4)
     for policy in ("dense", "quest(budget=48, dense_layers=0)", "topk(k=24)", "psa", SPARSE):
         one, other = (llm.generate(ids, asked, policy=policy)[0] for llm in both)
         assert one.error is None, one.error
