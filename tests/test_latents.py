@@ -179,6 +179,33 @@ def test_every_method_by_kernels_as_by_the_reference(engines, policy):
         assert one.report[phase]["keys_attended"] == pytest.approx(other.report[phase]["keys_attended"], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        f"{SPARSE}+snapkv(capacity=70, unit=q_head)",
+        f"{SPARSE}+lfps(k=8, blocks=2, least=8, history=keep)",
+        "loopserve(alpha=0.5, samples=16, last_rows=8, budget=32, n_d=2, first=2, answer_rows=4)",
+        "infllm(sinks=16, window=32, budget=32, block_size=32)+h2o(budget=24)",
+        "xattention(threshold=0.5, block_size=32, stride=4)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+    ],
+)
+def test_talks_go_on_as_the_reference_does(engines, policy):
+    """Turns after turns, an edit, and heads one at a time: what was evicted or learnt is of latents, what a prefill
+    chooses of heads."""
+    said: list[list[int]] = []
+    for llm in engines:
+        with llm.session(policy=policy) as session:
+            for turn, length in enumerate((90, 70, 130)):
+                output = session.generate(random_ids(length, seed=turn), GREEDY)
+                assert output.error is None, output.error
+            edited = session.token_ids[:150] + random_ids(80, seed=9)
+            if "keep" not in policy and "snapkv" not in policy and "h2o" not in policy:
+                output = session.complete(edited, GREEDY)
+                assert output.error is None, output.error
+            said.append(session.token_ids)
+    assert said[0] == said[1]
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("both"), max_position_embeddings=512)
@@ -296,7 +323,7 @@ def test_audits_and_what_is_refused(pair):
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [32, 47, 128])
+@pytest.mark.parametrize("heads", [20, 48, 77, 128])
 def test_kernels_with_heads_as_lanes(heads, dtype):
     """Rows of many heads over one list of keys: everything, both ends, and blocks, ragged, beside float64."""
     rng = torch.Generator().manual_seed(heads)
