@@ -21,6 +21,7 @@ from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv.paged import Paged
 from saccade.kv.row_formats import INT8
 from saccade.methods.policy import Policy
+from saccade.models import load_model
 from saccade.models.facts import described
 from saccade.models.latent import LatentAttention
 from saccade.ops import Call, cpu, run
@@ -303,6 +304,17 @@ def test_kimi_is_read_as_the_family_that_it_is(tmp_path):
     assert described(folder).family == "deepseek_v3"
     with pair.llm() as llm:
         pair.check(ids, llm.generate(ids, GREEDY)[0])
+
+
+def test_quantised_matrices_make_the_keys_that_their_codes_stand_for(tmp_path):
+    wide = {"hidden_size": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    folder = make_checkpoint("deepseek_v3", tmp_path / "wide", **wide, q_lora_rank=None)
+    made = [load_model(folder, dtype="float32", quantize=one) for one in (None, "int8")]
+    plain, rounded = (one.runner.modules.layers[1].self_attn for one in made)
+    assert type(rounded.kv_b_proj).__name__ == "MatrixProduct"
+    for exact, own in zip(plain.forward.weights, rounded.forward.weights):
+        off = (exact - own).abs().amax()
+        assert 0 < off < 0.01 * exact.abs().amax()
 
 
 def test_audits_and_what_is_refused(pair):
