@@ -45,7 +45,7 @@ class Kept:
     @property
     def keys(self) -> list[str]:
         """Of their records."""
-        return [one.key for one in (*self.segments, *self.snapshots)]
+        return [one.key for one in self.segments] + [one.key for one in self.snapshots]
 
 
 @dataclass

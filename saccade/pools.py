@@ -30,11 +30,7 @@ def make_pool(
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
-    spec, size = model.spec, config.block_size
-    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
-    turned = _turns(config, rows, model)
-    layers = spec.layers
-    layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows, turned, spec.value_dim)
+    spec, layers, layout = model.spec, model.spec.layers, layout_of(config, model)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
     found = None
@@ -81,6 +77,14 @@ def make_pool(
         states=kept,
     )
     return pool, found
+
+
+def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:
+    """How keys and values of ``model``, or of a rank's part, lie. SaccadeError where nothing reads ``kv_dtype``."""
+    spec = model.spec
+    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
+    turned = _turns(config, rows, model)
+    return KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size, rows, rows, turned, spec.value_dim)
 
 
 def _reader(backend: str, device: torch.device) -> str:

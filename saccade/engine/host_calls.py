@@ -12,9 +12,10 @@ from torch import Tensor
 from saccade.engine.attention import Watch
 from saccade.engine.carried import Weighed
 from saccade.engine.clock import timed
+from saccade.engine.device_counts import selection_kind
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall
-from saccade.engine.phase_stats import ran_dense, selection_kind
+from saccade.engine.phase_stats import ran_dense
 from saccade.engine.states import follow_prefill, gone_before
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.kv.tier import LostKV

@@ -160,8 +160,8 @@ class PrefixCache:
         losers, before = set(states.losers), states.orphaned
         states.losers.clear()
         for donor in [one for one in self._kept.values() if self.memories[one.id].kept in losers]:
-            length, step = len(donor.tokens), donor.step
-            left = self.memories.state_before(donor.id, length, lambda at, step=step: at % step == 0)
+            length = len(donor.tokens)
+            left = self.memories.state_before(donor.id, length, partial(_is_multiple, donor.step))
             states.orphaned += length - left
             if not left:
                 self._end(donor)
@@ -308,6 +308,10 @@ class PrefixCache:
 def _alike(theirs: list[int], ours: list[int], most: int) -> int:
     """How many of the first ``most`` tokens are equal."""
     return most if theirs[:most] == ours[:most] else common(theirs[:most], ours[:most])
+
+
+def _is_multiple(step: int, length: int) -> bool:
+    return length % step == 0
 
 
 def _shares(span: Span) -> bool:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from saccade.kv.state_journal import Again
 from saccade.kv.states import StateFormat
-from saccade.ops.layer_rows import RowLayers
+from saccade.ops.layer_rows import WholeLayers
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
     these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
-    has other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any.
-    ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
+    has other layers, too: which of all its ``depth`` layers that is. ``states``: what others keep of a sequence, if
+    any do. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
     KVFormat."""
 
     family: str
@@ -33,12 +33,15 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     places: tuple[int, ...] = ()
     states: StateFormat | None = None
+    depth: int = 0
     value_dim: int | None = None
 
     @property
     def ends_attending(self) -> bool:
-        """Whether the model's last layer attends: rows that nobody looks at may skip it then."""
-        return self.states is None or self.places[-1] == len(self.places) + self.states.layers - 1
+        """Whether the model's last layer attends, and keeps no state: rows that nobody looks at may skip it then."""
+        if self.states is None:
+            return True
+        return self.places[-1] == self.depth - 1 and len(self.places) + self.states.layers <= self.depth
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +188,7 @@ class WholeRows(Protocol):
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[LayerAttention],

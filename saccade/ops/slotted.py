@@ -9,8 +9,8 @@ states as tensors, which every step would have to gather and scatter, so they se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -162,6 +162,26 @@ class _Kernel:
         self.run(**asked)
 
 
+def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
+    """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``."""
+
+    @wraps(step)
+    def call(
+        state: Any,
+        hidden_states: Tensor,
+        dt: Tensor,
+        *others: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **named: Any,
+    ) -> Any:
+        own = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0].to(dt.dtype)
+        own = torch.nn.functional.softplus(own) if dt_softplus else own
+        return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
+
+    return call
+
+
 _KERNELS = {
     "causal_conv1d_update": _Kernel("conv_state", 1, _conv_step),
     "causal_conv1d_fn": _Kernel("hidden_states", 0, _conv, ("hidden_states",), 2),
@@ -175,9 +195,14 @@ _KERNELS = {
 NAMES = tuple(_KERNELS)
 
 
-def in_slots(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments."""
+def in_slots(
+    name: str, otherwise: Callable[..., Any], limits: tuple[float, float] = (0.0, float("inf"))
+) -> Callable[..., Any]:
+    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments. ``limits``: of
+    Mamba-2's time steps, which transformers keeps in prompts alone: a token would then be another one by itself."""
     kernel = _KERNELS[name]
+    if name == "mamba2_selective_state_update" and tuple(limits) != (0.0, float("inf")):
+        kernel, otherwise = replace(kernel, run=_limited(kernel.run, limits)), _limited(otherwise, limits)
     place = kernel.place
 
     def call(*given: Any, **named: Any) -> Any:

@@ -9,7 +9,10 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 
-FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
+FAMILIES = (
+    "lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1",
+    "nemotron_h",
+)  # fmt: skip
 
 WIDE = ("lfm2", "olmo_hybrid", "granitemoehybrid")  # whose heads are as wide as their number says
 
