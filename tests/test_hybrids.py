@@ -396,9 +396,7 @@ def test_sparse_methods_read_the_layers_that_attend(pair, llm, policy):
 def random_config(seed: int) -> tuple[str, dict]:
     """A family, and sizes of it: heads, widths, mixes of layers, rotary parts, convolutions."""
     rng = random.Random(seed)
-    family = rng.choice(
-        ("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "nemotron_h")
-    )
+    family = rng.choice(("lfm2", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "granitemoehybrid", "falcon_h1"))
     layers, kv_heads = rng.randrange(2, 6), rng.choice((1, 2, 3))
     heads = kv_heads * rng.choice((1, 2, 4))
     head_dim = rng.choice((16, 32, 64))
@@ -408,16 +406,6 @@ def random_config(seed: int) -> tuple[str, dict]:
     other = "conv" if family == "lfm2" else "linear_attention"
     kinds = [rng.choice((other, "full_attention")) for _ in range(layers - 2)] + [other, "full_attention"]
     rng.shuffle(kinds)
-    if family == "nemotron_h":
-        alone = [rng.choice(("mlp", "moe")) for _ in kinds]
-        sizes["layers_block_type"] = [one for pair in zip(kinds, alone) for one in pair]
-        groups = rng.choice((1, 2))
-        sizes |= {"n_groups": groups, "mamba_num_heads": groups * rng.choice((1, 3)), "head_dim": head_dim}
-        sizes |= {"mamba_head_dim": rng.choice((8, 16)), "ssm_state_size": rng.choice((4, 8, 16))}
-        sizes |= {"chunk_size": rng.choice((8, 64)), "conv_kernel": rng.choice((2, 4)), "n_routed_experts": 4}
-        sizes |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24, "n_group": rng.choice((1, 2))}
-        sizes |= {"topk_group": sizes["n_group"], "moe_latent_size": rng.choice((None, 24))}
-        return family, sizes
     if family != "falcon_h1":
         sizes["layer_types"] = kinds
     if family == "lfm2":
@@ -464,18 +452,6 @@ def test_random_configs(seed, tmp_path):
             session.generate(prompts[0], GREEDY)
             edited = session.token_ids[:50] + random_ids(20, seed=seed)
             pair.check(edited, session.complete(edited, GREEDY))
-
-
-@pytest.mark.parametrize(
-    ("family", "limits"),
-    [("nemotron_h", {"time_step_min": 0.3}), ("granitemoehybrid", {"time_step_limit": (0.2, 0.6)})],
-)
-def test_a_token_by_itself_keeps_the_limits_of_time_steps(family, limits, tmp_path):
-    """transformers has them in prompts alone: a token would be another one by how rows were dealt out."""
-    pair = Pair(make_checkpoint(family, tmp_path / "model", **limits))
-    ids = random_ids(40, seed=2)
-    with pair.llm(prefill_chunk=13) as llm:
-        pair.check(ids, llm.generate(ids, GREEDY)[0])
 
 
 def test_layers_that_draft_ahead_are_left_out(tmp_path):

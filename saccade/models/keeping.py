@@ -27,6 +27,7 @@ from saccade.ops import slotted
 from saccade.ops.slots import NewRows, Slots
 
 Parts = Mapping[str, Tensor | Slots]
+MAMBA_STEP = "mamba2_selective_state_update"
 
 
 class _Held:
@@ -235,8 +236,10 @@ def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
     forward = plain_forward(module)
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
-    limits = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
-    found = {name: slotted.in_slots(name, one, limits) for name, one in called.items()}
+    found = {name: slotted.in_slots(name, one) for name, one in called.items()}
+    limits, step = getattr(module, "time_step_limit", None), found.get(MAMBA_STEP)
+    if limits is not None and step is not None and tuple(limits) != (0.0, float("inf")):
+        found[MAMBA_STEP] = slotted.limited(step, limits)
     if not found:
         return module.forward
     return with_functions(module, found)

@@ -62,7 +62,13 @@ class KeptStep:
 
     def serves(self, rows: int, states: StateRows | None) -> bool:
         """Whether it takes a pass of ``rows`` rows, each of a sequence of its own."""
-        if states is None or states.inner or len(states.slots) != rows or not 0 < rows <= MOST_ROWS[self.dtype]:
+        if (
+            states is None
+            or states.inner
+            or getattr(states, "journals", None)
+            or len(states.slots) != rows
+            or not 0 < rows <= MOST_ROWS[self.dtype]
+        ):
             return False
         return all(part.is_contiguous() for part in states.parts.values())
 

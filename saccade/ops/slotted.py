@@ -34,6 +34,26 @@ def _hosted(slots: Slots) -> bool:
     return on_host(slots.pool.device)
 
 
+def limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
+    """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``.
+    transformers keeps these in prompts alone: a token would be another one by itself."""
+
+    def call(
+        state: Any,
+        hidden_states: Tensor,
+        dt: Tensor,
+        *others: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **named: Any,
+    ) -> Any:
+        own = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0].to(dt.dtype)
+        own = torch.nn.functional.softplus(own) if dt_softplus else own
+        return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
+
+    return call
+
+
 def _conv_step(
     hidden_states: Tensor, conv_state: Slots, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
@@ -138,25 +158,6 @@ def _space_chunks(
     return prompt(hidden_states, dt, A, B, C, D, initial_states), initial_states
 
 
-def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
-    """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``."""
-
-    def call(
-        state: Any,
-        hidden_states: Tensor,
-        dt: Tensor,
-        *others: Any,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **named: Any,
-    ) -> Any:
-        own = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0].to(dt.dtype)
-        own = torch.nn.functional.softplus(own) if dt_softplus else own
-        return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
-
-    return call
-
-
 # By name: the argument that is slots, its place where modules give it by place, and what runs then.
 _KERNELS: dict[str, tuple[str, int | None, Callable[..., Any]]] = {
     "causal_conv1d_update": ("conv_state", 1, _conv_step),
@@ -169,14 +170,9 @@ _KERNELS: dict[str, tuple[str, int | None, Callable[..., Any]]] = {
 NAMES = tuple(_KERNELS)
 
 
-def in_slots(
-    name: str, otherwise: Callable[..., Any], limits: tuple[float, float] = (0.0, float("inf"))
-) -> Callable[..., Any]:
-    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments. ``limits``: of
-    Mamba-2's time steps, which transformers keeps in prompts alone: a token would then be another one by itself."""
+def in_slots(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments."""
     asked, place, kernel = _KERNELS[name]
-    if name == "mamba2_selective_state_update" and tuple(limits) != (0.0, float("inf")):
-        kernel, otherwise = _limited(kernel, limits), _limited(otherwise, limits)
 
     def call(*given: Any, **named: Any) -> Any:
         state = given[place] if place is not None and place < len(given) else named.get(asked)
