@@ -95,18 +95,6 @@ def test_bfloat16(pair, tmp_path):
     assert (ours - whole).abs().median() <= 1.5 * (theirs - whole).abs().median()
 
 
-@pytest.mark.parametrize(
-    ("family", "limits"),
-    [("nemotron_h", {"time_step_min": 0.3}), ("granitemoehybrid", {"time_step_limit": (0.2, 0.6)})],
-)
-def test_a_token_by_itself_keeps_the_limits_of_time_steps(family, limits, tmp_path):
-    """transformers has them in prompts alone: a token would be another one by how rows were dealt out."""
-    pair = Pair(make_checkpoint(family, tmp_path / "model", **limits))
-    ids = random_ids(40, seed=2)
-    with pair.llm(prefill_chunk=13) as llm:
-        pair.check(ids, llm.generate(ids, GREEDY)[0])
-
-
 def logits_of(llm, ids):
     from saccade import SamplingParams
 

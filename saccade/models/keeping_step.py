@@ -65,7 +65,7 @@ class KeptStep:
         if (
             states is None
             or states.inner
-            or getattr(states, "journals", None)
+            or states.journals
             or len(states.slots) != rows
             or not 0 < rows <= MOST_ROWS[self.dtype]
         ):
