@@ -53,6 +53,7 @@ class KeptStep:
 
     def __init__(self, layers: list[StepLayer], channels: int, dtype: torch.dtype) -> None:
         self.layers, self.channels, self.dtype = layers, channels, dtype
+        self.same_bits = all(one.same_bits for one in layers)
         self.pools: Pools = {}
         self._slots: Sequence[int] = ()
         self._programs: dict[tuple[int, int], _Program] = {}
