@@ -19,7 +19,7 @@ from saccade.kv.states import StatePool
 from saccade.methods.policy import Policy
 
 FAST = ("lfm2", "qwen3_5_text")
-OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
+OTHERS = ("qwen3_next", "lfm2_moe", "olmo_hybrid", "granitemoehybrid", "falcon_h1", "nemotron_h", "bamba")
 FAMILIES = quick((*FAST, *OTHERS), lambda one: one in FAST)
 # Of a test that takes longer, or hangs on the engine more than on the family.
 costly = pytest.mark.parametrize(
@@ -391,6 +391,18 @@ def test_sparse_methods_read_the_layers_that_attend(pair, llm, policy):
     with llm.session(policy=policy) as session:
         session.generate(ids[:70], GREEDY)
         assert tokens(session.complete(ids, GREEDY, keep=0)) == tokens(output)
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"),
+    [("nemotron_h", {"time_step_min": 0.3}), ("granitemoehybrid", {"time_step_limit": (0.2, 0.6)})],
+)
+def test_a_token_by_itself_keeps_the_limits_of_time_steps(family, limits, tmp_path):
+    """transformers has them in prompts alone: a token would be another one by how rows were dealt out."""
+    pair = Pair(make_checkpoint(family, tmp_path / "model", **limits))
+    ids = random_ids(40, seed=2)
+    with pair.llm(prefill_chunk=13) as llm:
+        pair.check(ids, llm.generate(ids, GREEDY)[0])
 
 
 def test_layers_that_draft_ahead_are_left_out(tmp_path):

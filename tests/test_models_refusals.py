@@ -61,7 +61,6 @@ FEATURES = [
     ({"num_kv_shared_layers": 2}, "shared between layers"),
     ({"model_type": "mamba"}, "recurrent"),
     ({"model_type": "jamba"}, "recurrent"),
-    ({"model_type": "nemotron_h"}, "an MLP or experts alone"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "recurrent"),
     ({"model_type": "lfm2", "layer_types": ["conv", "sliding_attention"]}, "sliding windows in a family", "state"),
     ({"model_type": "llama4_text"}, "chunked attention"),

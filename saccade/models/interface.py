@@ -11,14 +11,15 @@ from torch import Tensor
 
 from saccade.kv.state_journal import Again
 from saccade.kv.states import StateFormat
-from saccade.ops.layer_rows import RowLayers
+from saccade.ops.layer_rows import WholeLayers
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
     these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
-    has other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any."""
+    has other layers, too: which of all its ``depth`` layers that is. ``states``: what others keep of a sequence, if
+    any do."""
 
     family: str
     layers: int
@@ -31,11 +32,14 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     places: tuple[int, ...] = ()
     states: StateFormat | None = None
+    depth: int = 0
 
     @property
     def ends_attending(self) -> bool:
-        """Whether the model's last layer attends: rows that nobody looks at may skip it then."""
-        return self.states is None or self.places[-1] == len(self.places) + self.states.layers - 1
+        """Whether the model's last layer attends, and keeps no state: rows that nobody looks at may skip it then."""
+        if self.states is None:
+            return True
+        return self.places[-1] == self.depth - 1 and len(self.places) + self.states.layers <= self.depth
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +152,7 @@ class WholeRows(Protocol):
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[LayerAttention],

@@ -253,7 +253,8 @@ def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
     forward = plain_forward(module)
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
-    found = {name: slotted.in_slots(name, one) for name, one in called.items()}
+    limits = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    found = {name: slotted.in_slots(name, one, limits) for name, one in called.items()}
     if not found:
         return module.forward
     return with_functions(module, found)
@@ -283,7 +284,8 @@ class KeepingLayers:
             if not isinstance(module.forward, _Split):
                 module.forward = _Split(_with_kernels(module), number)
         for number, place in enumerate(attending_layers(family, config)):
-            layers[place].self_attn.layer_idx = number  # by which it is known to whoever attends
+            attention = getattr(layers[place], family.keeping.attention)
+            attention.layer_idx = number  # by which it is known to whoever attends
         self._channels = config.hidden_size
         self._in_slots = all(map(_calls_kernels, self._modules))
 

@@ -22,7 +22,7 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
@@ -47,7 +47,7 @@ def _positive(value: Any) -> bool:
 
 def _odd_layer_types(config: Config) -> list[str]:
     kinds, family = config.get("layer_types"), FAMILIES.get(config["model_type"])
-    known = _KNOWN_LAYER_TYPES | set(family.keeping.kinds if family is not None and family.keeping is not None else ())
+    known = _KNOWN_LAYER_TYPES | set(family.keeping.known if family is not None and family.keeping is not None else ())
     return sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
 
 
@@ -85,10 +85,6 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "keys and values shared between layers",
     ),
     (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
-    (
-        _type_in("nemotron_h"),
-        "layers that are an MLP or experts alone, which neither attend nor keep a state (its Mamba-2 would run)",
-    ),
     (
         _slides_beside_states,
         "sliding windows in a family whose other layers keep a state, for which transformers has no code",

@@ -116,7 +116,7 @@ class Rotary:
 
 def rope_type(config: Any) -> str:
     """The rope type of a config whose layers share one; "per_layer_type" where each type has its own."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     if not isinstance(parameters, dict):
         return shown(parameters, 40)
     if any(isinstance(value, dict) for value in parameters.values()):

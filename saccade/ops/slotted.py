@@ -9,7 +9,7 @@ states as tensors, which every step would have to gather and scatter, so they se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -141,6 +141,25 @@ def _space_chunks(
     return prompt(hidden_states, dt, A, B, C, D, initial_states), initial_states
 
 
+def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
+    """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``."""
+
+    def call(
+        state: Any,
+        hidden_states: Tensor,
+        dt: Tensor,
+        *others: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **named: Any,
+    ) -> Any:
+        own = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0].to(dt.dtype)
+        own = torch.nn.functional.softplus(own) if dt_softplus else own
+        return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
+
+    return call
+
+
 @dataclass(frozen=True)
 class _Kernel:
     """``slots``: the argument that is slots, ``place`` its place where modules give it by place. ``rows``: the
@@ -154,12 +173,12 @@ class _Kernel:
 
     def again(self, given: tuple[Any, ...], named: dict[str, Any], slot: int, rows: int) -> None:
         """Do what a call did with its first ``rows`` rows to the state in ``slot``."""
-        asked = signature(self.run).bind(*given, **named).arguments
-        asked |= asked.pop("_", {})
+        call = signature(self.run).bind(*given, **named)
+        asked = call.arguments
         for name in self.rows:
             asked[name] = asked[name].narrow(self.dimension, 0, rows)
         asked[self.slots] = asked[self.slots].only(slot)
-        self.run(**asked)
+        self.run(*call.args, **call.kwargs)
 
 
 _KERNELS = {
@@ -175,10 +194,15 @@ _KERNELS = {
 NAMES = tuple(_KERNELS)
 
 
-def in_slots(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments."""
+def in_slots(
+    name: str, otherwise: Callable[..., Any], limits: tuple[float, float] = (0.0, float("inf"))
+) -> Callable[..., Any]:
+    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments. ``limits``: of
+    Mamba-2's time steps, which transformers keeps in prompts alone: a token would then be another one by itself."""
     kernel = _KERNELS[name]
     place = kernel.place
+    if name == "mamba2_selective_state_update" and tuple(limits) != (0.0, float("inf")):
+        kernel, otherwise = replace(kernel, run=_limited(kernel.run, limits)), _limited(otherwise, limits)
 
     def call(*given: Any, **named: Any) -> Any:
         state = given[place] if place is not None and place < len(given) else named.get(kernel.slots)
