@@ -55,6 +55,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     }
     keeping = FAMILIES[family].keeping
     assert keeping is not None
+    if family == "nemotron_h":
+        return sizes | _nemotron(layers, head_dim, rng)
     if not keeping.attend:
         kinds = [rng.choice((keeping.kinds[0], "full_attention")) for _ in range(layers - 2)]
         kinds += [keeping.kinds[0], "full_attention"]
@@ -95,6 +97,30 @@ def _mamba(family: str, heads: int, rng: random.Random) -> dict[str, Any]:
     sizes |= {"mamba_n_heads": hidden // width, "mamba_d_head": width}
     sizes |= {"mamba_chunk_size": rng.choice((8, 64)), "mamba_d_conv": rng.choice((2, 4))}
     return sizes | ({"mamba_d_ssm": hidden} if family == "falcon_h1" else {})
+
+
+def _nemotron(layers: int, head_dim: int, rng: random.Random) -> dict[str, Any]:
+    """Each layer that mixes rows is followed by one of an MLP or of experts alone."""
+    kinds = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers - 2)]
+    kinds += ["linear_attention", "full_attention"]
+    rng.shuffle(kinds)
+    groups, chosen = rng.choice((1, 2)), rng.choice((1, 2))
+    return {
+        "layers_block_type": [one for kind in kinds for one in (kind, rng.choice(("mlp", "moe")))],
+        "n_groups": groups,
+        "mamba_num_heads": groups * rng.choice((1, 3)),
+        "mamba_head_dim": rng.choice((8, 16)),
+        "head_dim": head_dim,
+        "ssm_state_size": rng.choice((4, 8, 16)),
+        "chunk_size": rng.choice((8, 64)),
+        "conv_kernel": rng.choice((2, 4)),
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_group": chosen,
+        "topk_group": chosen,
+        "moe_latent_size": rng.choice((None, 24)),
+    }
 
 
 def _rotary(family: str, head_dim: int, part: float) -> dict[str, Any]:

@@ -53,7 +53,7 @@ FEATURES = [
     ({"is_encoder_decoder": True}, "encoder-decoder"),
     ({"add_cross_attention": True}, "cross-attention"),
     ({"model_type": "bert"}, "an encoder"),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+    ({"model_type": "minicpm3", "kv_lora_rank": 512}, "MLA"),
     ({"kv_lora_rank": 512}, "MLA"),
     ({"model_type": "gemma3n_text"}, "shared between layers"),
     ({"model_type": "gemma4_text"}, "heads of two sizes"),

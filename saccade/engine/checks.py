@@ -91,11 +91,15 @@ class Checks:
     def request(self, params: SamplingParams, map_order: MapOrder | None) -> None:
         """Raise RequestError for what this engine cannot show."""
         check_request(self.ranks, params, map_order is not None)
+        if params.certify is not None and self.pool.format.joined:
+            raise RequestError(f"certify={params.certify}: {self._no_certificate}; leave it out")
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""
         check_policy(self.ranks, policy)
         freeze = policy.freeze
+        if self.pool.format.joined and getattr(policy.decode, "certify", False):
+            raise PolicyError(f"'{policy.decode.text}': {self._no_certificate}; leave certify out")
         if self.pool.states is not None:
             check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
@@ -112,6 +116,10 @@ class Checks:
                 )
             if method.calibration is not None:
                 self.calibrations.layer((method.calibration,), 0)
+
+    @property
+    def _no_certificate(self) -> str:
+        return f"{self.model.spec.family} stores latents, and a bound on what comes of them is none on an output"
 
     def located(self, policy: Policy) -> tuple[Policy, str | None]:
         """``policy`` with its window where the model's calibration allows it, and a sentence on that; itself and None

@@ -72,6 +72,7 @@ class Family:
 
     ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
     inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
+    ``latent``: what layers keep of a token is a latent (models.latent).
     """
 
     model_type: str
@@ -87,6 +88,7 @@ class Family:
     finish_logits: Callable[[Tensor, Any], Tensor] = _plain
     llama_shape: LlamaShape | None = None
     keeping: Keeping | None = None
+    latent: bool = False
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
@@ -180,6 +182,10 @@ _CHECKED = (
     Family("qwen3_next", "Qwen3NextForCausalLM", keeping=_DELTA),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", keeping=_DELTA),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", keeping=_DELTA),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", latent=True),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", latent=True),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", latent=True),
+    Family("youtu", "YoutuForCausalLM", latent=True),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _CHECKED}

@@ -279,6 +279,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         places=layers.places,
         states=layers.states,
         depth=config.num_hidden_layers,
+        value_dim=layers.value_dim,
     )
 
 

@@ -32,6 +32,7 @@ from saccade.models.interface import (
 from saccade.models.keeping import KeepingLayers
 from saccade.models.keeping_step import KeptStep, kept_step
 from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
+from saccade.models.latent import use_latents
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
@@ -56,6 +57,8 @@ class HFRunner:
         self.depth = len(decoder.layers)
         keeps = bool(keeping_layers(family, self.config))
         self.keeping = KeepingLayers(decoder.layers, family, self.config) if keeps else None
+        if family.latent:
+            use_latents(decoder.layers)
         self.modules = ModuleLayers(decoder.layers, () if self.keeping is None else self.keeping.places)
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -141,9 +141,31 @@ def _space_chunks(
     return prompt(hidden_states, dt, A, B, C, D, initial_states), initial_states
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """``slots``: the argument that is slots, ``place`` its place where modules give it by place. ``rows``: the
+    arguments with a dimension of rows, which is their ``dimension``; none where a call has but one row."""
+
+    slots: str
+    place: int | None
+    run: Callable[..., Any]
+    rows: tuple[str, ...] = ()
+    dimension: int = 1
+
+    def again(self, given: tuple[Any, ...], named: dict[str, Any], slot: int, rows: int) -> None:
+        """Do what a call did with its first ``rows`` rows to the state in ``slot``."""
+        asked = signature(self.run).bind(*given, **named).arguments
+        asked |= asked.pop("_", {})
+        for name in self.rows:
+            asked[name] = asked[name].narrow(self.dimension, 0, rows)
+        asked[self.slots] = asked[self.slots].only(slot)
+        self.run(**asked)
+
+
 def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
     """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``."""
 
+    @wraps(step)
     def call(
         state: Any,
         hidden_states: Tensor,
@@ -158,27 +180,6 @@ def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[
         return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
 
     return call
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """``slots``: the argument that is slots, ``place`` its place where modules give it by place. ``rows``: the
-    arguments with a dimension of rows, which is their ``dimension``; none where a call has but one row."""
-
-    slots: str
-    place: int | None
-    run: Callable[..., Any]
-    rows: tuple[str, ...] = ()
-    dimension: int = 1
-
-    def again(self, given: tuple[Any, ...], named: dict[str, Any], slot: int, rows: int) -> None:
-        """Do what a call did with its first ``rows`` rows to the state in ``slot``."""
-        call = signature(self.run).bind(*given, **named)
-        asked = call.arguments
-        for name in self.rows:
-            asked[name] = asked[name].narrow(self.dimension, 0, rows)
-        asked[self.slots] = asked[self.slots].only(slot)
-        self.run(*call.args, **call.kwargs)
 
 
 _KERNELS = {
@@ -200,9 +201,9 @@ def in_slots(
     """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments. ``limits``: of
     Mamba-2's time steps, which transformers keeps in prompts alone: a token would then be another one by itself."""
     kernel = _KERNELS[name]
-    place = kernel.place
     if name == "mamba2_selective_state_update" and tuple(limits) != (0.0, float("inf")):
         kernel, otherwise = replace(kernel, run=_limited(kernel.run, limits)), _limited(otherwise, limits)
+    place = kernel.place
 
     def call(*given: Any, **named: Any) -> Any:
         state = given[place] if place is not None and place < len(given) else named.get(kernel.slots)

@@ -100,8 +100,8 @@ def storm(
             faults = Faults(seed + number, llm.model.runner, rate)
             ledger = Ledger(asks, talks, faults, int(requests * share), exact)
             with faults.planted():
-                _blow(llm, ledger, callers)
-            _calm(llm, ledger, others)
+                blow(llm, ledger, callers)
+            calm(llm, ledger, others)
             done += ledger.counts
             planted.update(place.split(":")[0] for place in faults.fired.values())
             llm.close()
@@ -109,7 +109,8 @@ def storm(
     return {"outcomes": dict(done), "planted": dict(planted), "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _blow(llm: LLM, ledger: Ledger, callers: int) -> None:
+def blow(llm: LLM, ledger: Ledger, callers: int) -> None:
+    """Ask from so many threads, and from asyncio tasks, until nothing is left to ask."""
     threads = [threading.Thread(target=in_a_thread, args=(llm, ledger), daemon=True) for _ in range(callers)]
 
     async def tasks() -> None:
@@ -128,7 +129,7 @@ def fallen() -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in FALLEN]
 
 
-def _calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
+def calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     """What must hold once it is quiet again."""
     wrong = [*ledger.wrong, *ledger.faults.unjust()]
     assert not wrong, "\n".join(wrong[:20])

@@ -61,7 +61,8 @@ def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slot
 def _by_steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slots, normed: bool) -> Tensor:
     outs = []
     for at in range(q.shape[1]):
-        outs.append(step(*(one[:, at : at + 1] for one in (q, k, v, g, beta)), slots, normed))
+        own = slice(at, at + 1)
+        outs.append(step(q[:, own], k[:, own], v[:, own], g[:, own], beta[:, own], slots, normed))
         slots = Slots(slots.pool, slots.writes, slots.writes)  # where the next token finds what this one left
     return torch.cat(outs, 1)
 
