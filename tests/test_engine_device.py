@@ -36,8 +36,9 @@ MIXED = [
     "quest(budget=55, dense_layers=1)",
     "psa(epsilon=0.4, microbatch=1, rank=cuboid)",
     "psa(epsilon=0.9, microbatch=1, rank=cuboid)",
+    "locks(budget=64)",
 ]
-LENGTHS = [30, 190, 70, 158, 159, 159, 160, 190, 190]  # where blocks fill
+LENGTHS = [30, 190, 70, 158, 159, 159, 160, 190, 190, 159]  # where blocks fill
 
 
 @pytest.fixture(scope="module")

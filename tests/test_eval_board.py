@@ -19,12 +19,13 @@ from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
+from saccade.eval.board.equal import equal_bytes, equal_recall
 from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Placed, Play, _known, jobs, play, prepare_data
-from saccade.eval.board.rows import BY_NAME, equal_bytes, equal_recall, fold
+from saccade.eval.board.rows import BY_NAME, fold
 from saccade.eval.metrics import METRICS
 from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load
@@ -349,7 +350,7 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
     )
     data = prepare_data(grid, str(tiny_llama), tmp_path / "data")
     todo = jobs(grid, data)
-    assert [job.entry and job.entry.name for job in todo] == [None, "tri_shape", "streaming, prefill"]
+    assert [job.entry and job.entry.name for job in todo] == [None, "streaming, prefill", "tri_shape"]
     placed = [one for ones in play(todo, load(model), Play(grid, model, tmp_path), note=str) for one in ones]
     rows = {row.entry.name: row for row in fold(placed, [256])}
     for name in ("streaming, prefill", "tri_shape"):
@@ -360,9 +361,35 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
         assert part.cell.run.protocol == "D"
 
 
+@pytest.mark.usefixtures("always_right")
+def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, tiny_llama, capsys):
+    out = tmp_path / "out"
+    command = [
+        *("eval", "board", "--model", tiny_llama, "--method", "streaming", "--method", "quest", "--recall", 0),
+        *("-t", "single", "-t", "multikey", "--length", 640, "--budget", 0.3, "--budget", 0.5, "--protocol", "B"),
+        *("--dtype", "float32", "--kv-memory", "16MiB", "--drift", 12, "--each", 3, "--out", out),
+    ]
+    assert run(*command, "--no-answers") == 0
+    drifts = {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")}
+    assert not list(out.glob("results/*/predictions.jsonl"))
+    assert len(drifts) >= 4
+    assert run(*command) == 0
+    assert {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")} == drifts
+    data = json.loads((out / "board.json").read_text())
+    assert {(one["method"], one["budget"]) for one in data["rows"]} == {
+        (name, budget) for name in ("streaming", "quest") for budget in (0.3, 0.5)
+    }
+    for file in out.glob("results/*/predictions.jsonl"):
+        tasks = [json.loads(line)["task"] for line in file.read_text().splitlines()]
+        assert tasks == ["single", "multikey"] * 2  # three of both together, rounded up
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--each", "0"], "each=0: must be an integer >= 1"),
+        (["--each", "3", "--samples", "3"], "each=3: give it or samples"),
+        (["--drift", "-1"], "drift=-1 must be"),
         (["--budget", "1.5"], "budget=1.5 must be above 0 and below 1"),
         (["--protocol", "C"], "protocol='C' is not on the board; known: B, D"),
         (["--method", "qest"], "method 'qest' is not on the board; known: .*quest"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from engine_helpers import GREEDY, make, tokens
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine import automatic
+from saccade.cli.main import main
+from saccade.engine import automatic, pays
 from saccade.engine.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
 from saccade.methods.auto import LEAST, SAFE, Asked, Auto, Offer, ends, settled
@@ -139,6 +143,65 @@ def timed(llm, monkeypatch):
     llm.engine.automatic._offer = None
 
 
+class Machine:
+    """An engine that only says how long runs take: a prefill of n tokens ``each`` n + ``pairs`` n^2 seconds, of which a
+    sparse one pays ``choosing`` n and a tenth of the pairs; its clock is the wall's."""
+
+    busy, prefixes, max_model_len = False, None, 1 << 20
+
+    def __init__(self, device, each, pairs, choosing, monkeypatch):
+        self.model = SimpleNamespace(device=SimpleNamespace(type=device))
+        self.checks = SimpleNamespace(most_tokens=1 << 20)
+        self.ran, self.numbers = [], (each, pairs, choosing)
+        monkeypatch.setattr(pays, "_run", self._run)
+        monkeypatch.setattr(pays, "_text", lambda engine, count: list(range(count)))
+
+    def _run(self, engine, ids, policy):
+        n, (each, pairs, choosing) = len(ids), self.numbers
+        self.ran.append(n)
+        prefill = each * n + (pairs * n * n if policy == Policy() else choosing * n + pairs * n * n / 10)
+        step = 1e-3 + 1e-8 * n
+        return prefill, step, prefill, step
+
+
+@pytest.mark.parametrize(
+    ("device", "each", "lengths"),
+    [
+        ("cpu", 2e-3, (512, 2048)),
+        ("cpu", 6e-4, (2048, 8192)),
+        ("cpu", 4e-4, (4096, 16384)),
+        ("cpu", 4e-5, (8192, 32768)),
+        ("cuda", 3e-5, (16384, 65536)),
+        ("cuda", 2e-4, (4096, 16384)),
+    ],
+)
+def test_it_is_timed_at_the_greatest_lengths_that_the_machine_allows(device, each, lengths, monkeypatch):
+    machine = Machine(device, each, 0.0, 0.0, monkeypatch)
+    found = pays.timed(machine, Policy.parse("sampled_rows"), 30.0)
+    assert found.lengths == lengths
+    assert sum(machine.ran) * each < 2 * 30
+
+
+def test_a_prefill_that_pays_at_long_contexts_alone_is_found(monkeypatch):
+    """What pays on a GPU from some 40,000 tokens on: at 16,384 nothing is gained yet."""
+    each, pairs = 1e-5, 1e-9
+    machine = Machine("cuda", each, pairs, 2.7e-5, monkeypatch)
+    found = pays.timed(machine, Policy.parse("sampled_rows"), 60.0)
+    first = pays_from(found, "prefill")
+    # 1.1 (each + choosing + pairs n / 10) = each + pairs n
+    assert first == pytest.approx((1.1 * (each + 2.7e-5) - each) / (0.89 * pairs), rel=0.1)
+    assert 30_000 < first < 50_000
+    assert found.dense_prefill[0] < found.prefill[0]
+
+
+def test_what_takes_too_long_is_left_to_tune(monkeypatch):
+    for device in ("cpu", "cuda"):
+        found = pays.timed(Machine(device, 0.1, 0.0, 0.0, monkeypatch), Policy.parse("psa"), 30.0)
+        assert isinstance(found, Untimed)
+        assert "saccade tune takes the time" in found.why
+        assert pays.timed(Machine(device, 0.1, 0.0, 0.0, monkeypatch), Policy.parse("psa"), 30.0, always=True)
+
+
 def test_a_request_is_what_it_became(llm, timed):
     ids = random_ids(1200, seed=2)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -242,3 +305,12 @@ def test_prefixes_are_no_matter_to_a_session(tiny_llama, timed, llm, monkeypatch
     assert llm.generate([ids], params, policy="auto")[0].report["policy"] == "psa"
     with llm.session("auto") as session:
         assert session.generate(ids, params).report["policy"] == SAFE
+
+
+def test_pages_and_the_list_of_methods_name_the_same_preset(capsys):
+    docs = Path(__file__).parent.parent / "docs"
+    for page in ("choosing.md", "algorithms.md"):
+        assert f"`{SAFE}`" in (docs / page).read_text(encoding="utf-8"), page
+    with pytest.raises(SystemExit):
+        main(["methods"])
+    assert SAFE in " ".join(capsys.readouterr().out.split())

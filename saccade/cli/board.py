@@ -36,6 +36,17 @@ def board(
     protocol: Annotated[list[str] | None, typer.Option("--protocol", help="B or D; both if it is not given.")] = None,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; may be given several times.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", help="Samples of each task and length.")] = None,
+    each: Annotated[
+        int | None,
+        typer.Option("--each", help="Samples of each family of tasks and length, dealt out to its tasks."),
+    ] = None,
+    drift: Annotated[
+        int | None,
+        typer.Option("--drift", help="Tokens forced to measure every setting's KL to dense, and to set its dial by."),
+    ] = None,
+    answers: Annotated[
+        bool, typer.Option("--answers/--no-answers", help="Answer samples; else measure drift alone.")
+    ] = True,
     limit: Annotated[
         int | None, typer.Option("--limit", help="Answer the first N of them for now; a later call goes on.")
     ] = None,
@@ -74,6 +85,7 @@ def board(
     from saccade.errors import RequestError
     from saccade.eval.board import grid as grids
     from saccade.eval.board import kept, play
+    from saccade.eval.board.drifts import FOLDER
     from saccade.eval.board.page import write_board
     from saccade.eval.runner import default_tasks
     from saccade.eval.setting import load
@@ -96,7 +108,7 @@ def board(
     config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
     tasks = task or default_tasks(base.tasks, str(config.model))
-    grid = base.changed(budget, length, protocol, samples, tasks, recall, method)
+    grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers)
     data = play.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
     what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together, kept.settings(like or ()))
@@ -107,9 +119,12 @@ def board(
 
     llm = say_device(load(config, together))
     placed = [one for ones in play.play(todo, llm, what, workers, note) for one in ones]
-    missing = sum(play.wanted(job, grid) for job in todo) - len(placed)
+    missing = sum(play.wanted(job) for job in todo) - len(placed)
     command = shlex.join(["saccade", *_shown(sys.argv[1:])])
     kept.keep(out, placed, todo, grid, command)
+    if not answers:
+        print(out / kept.RESULTS / FOLDER)
+        return
     for file in write_board(placed, grid, out, command, missing):
         print(file)
 

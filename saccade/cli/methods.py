@@ -21,6 +21,7 @@ def methods(
 
     saccade methods psa
     """
+    from saccade.methods.auto import SAFE
     from saccade.methods.policy import KNOWN, PRESETS, part_named
 
     if name is None:
@@ -45,6 +46,10 @@ def methods(
     if name is None:
         short = "; ".join(f"{one} is {text}" for one, text in PRESETS.items())
         console.print(f"A policy joins them: flexprefill+psa. For short, {short}.")
+        console.print(
+            "auto, the default of serve and chat, is dense where nothing is gained, else what saccade tune found for "
+            f"the model, else {SAFE}."
+        )
     for part in () if name is None else chosen.values():
         console.print(" ".join((part.__doc__ or "").split()))
 

@@ -96,5 +96,5 @@ class Automatic:
 
     def _own(self) -> Engine:
         engine = self._engine()
-        assert engine is not None, "whoever asks has the engine"
+        assert engine is not None, "an engine asks while it lives"
         return engine

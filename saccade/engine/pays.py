@@ -26,9 +26,10 @@ STEPS = 64  # lengths that are looked at
 FURTHER = 4  # times the longest length measured, up to which what pays is predicted
 REPEATS = 3  # where there is time
 ANSWER = 17  # tokens of a timed answer; the first is the prefill's
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-LENGTHS_ON_GPU = (1024, 4096, 16384)  # at few tokens a step there is launches alone
-PROBE = 256  # tokens by which it is foreseen how long the timing takes
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS_ON_GPU = (1024, 4096, 16384, 65536)  # at few tokens a step there is launches alone
+APART = 4  # times the shorter of the two lengths that are timed, where there are as many to choose from
+PROBE, PROBE_ON_GPU = 256, 1024  # tokens by which it is foreseen how long the timing takes
 CHARS = 6  # of a token, at most, to begin with
 _runs = itertools.count()
 
@@ -62,9 +63,9 @@ def pays_from(times: Times, phase: str) -> int | None:
 
 
 def timed(engine: Engine, policy: Policy, seconds: float, always: bool = False) -> Times | Untimed:
-    """Run ``policy`` and dense attention over made prose, by turns, at the two greatest lengths for which that takes no
-    more than about so many ``seconds``; with ``always`` at the two least where none are so short. The engine must have
-    nothing else to do."""
+    """Run ``policy`` and dense attention over made prose, by turns, at the greatest length for which that takes no more
+    than about so many ``seconds`` and at a shorter one; with ``always`` at the two least where none are so short. The
+    engine must have nothing else to do."""
     if engine.busy:
         return Untimed("other requests were running when it was to be timed", later=True)
     on_gpu = engine.model.device.type == "cuda"
@@ -82,17 +83,19 @@ def timed(engine: Engine, policy: Policy, seconds: float, always: bool = False) 
 def _timed(
     engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float, always: bool
 ) -> Times | Untimed:
-    ids, dense = _text(engine, lengths[-1]), Policy()
-    _run(engine, ids[:PROBE], dense)  # what a process does once
-    probe, repeats = _run(engine, ids[:PROBE], dense)[0], REPEATS
-    if not on_gpu:
-        while len(lengths) > 2 and _foreseen(lengths, probe) > seconds:
-            lengths = lengths[:-1]
-        wanted = _foreseen(lengths, probe)
-        if wanted > seconds and not always:
-            return Untimed(f"timing it takes some {wanted:.0f} s, more than {seconds:.0f}; saccade tune takes the time")
-        repeats = max(1, min(REPEATS, int(seconds // wanted)))
-    lengths = lengths[-2:]
+    probed, dense = PROBE_ON_GPU if on_gpu else PROBE, Policy()
+    ids = _text(engine, probed)
+    _run(engine, ids, dense)  # what a process does once
+    each = _run(engine, ids, dense)[0] / probed
+    rounds = 2 if on_gpu else 1  # there what a length does once comes before its first run
+    while len(lengths) > 2 and rounds * _foreseen(lengths, each) > seconds:
+        lengths = lengths[:-1]
+    wanted = rounds * _foreseen(lengths, each)
+    if wanted > seconds and not always:
+        return Untimed(f"timing it takes some {wanted:.0f} s, more than {seconds:.0f}; saccade tune takes the time")
+    repeats = max(1, min(REPEATS, int(seconds // wanted)))
+    lengths = both_ends(lengths)
+    ids = _text(engine, lengths[-1])
     logger.info("timing dense attention and '%s' at %s tokens, once on this machine", policy.text, lengths)
     found = []
     for length in lengths:
@@ -159,10 +162,16 @@ def _text(engine: Engine, count: int) -> list[int]:
     return ids[:count]
 
 
-def _foreseen(lengths: Sequence[int], probe: float) -> float:
-    """Seconds that runs at the two greatest of ``lengths`` take, by a prefill of PROBE tokens: long ones take more a
-    token, and steps come beside them."""
-    return 1.5 * 2 * sum(lengths[-2:]) * probe / PROBE
+def both_ends(lengths: Sequence[int]) -> list[int]:
+    """The two of ``lengths``, rising, that are timed: the greatest, and the next that is APART times shorter, else the
+    least: between and beyond them lines are drawn, and the nearer they lie the more of these is noise."""
+    return [next((one for one in reversed(lengths) if APART * one <= lengths[-1]), lengths[0]), lengths[-1]]
+
+
+def _foreseen(lengths: Sequence[int], each: float) -> float:
+    """Seconds that runs of two policies at :func:`both_ends` of ``lengths`` take, where a short prefill takes ``each``
+    a token: long ones take more, and steps come beside them."""
+    return 1.5 * 2 * sum(both_ends(lengths)) * each
 
 
 def _curve(

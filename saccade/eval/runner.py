@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +17,7 @@ from saccade.eval.results import differences, file_hash, read_json, slug, write_
 from saccade.eval.samples import write_jsonl
 from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
-from saccade.eval.sources import Given, Loader, find_tasks, is_fitted
+from saccade.eval.sources import Given, Loader, family, find_tasks, is_fitted
 from saccade.eval.summary import Group, Run
 from saccade.eval.weak import dense_score
 from saccade.llm import LLM
@@ -124,9 +125,11 @@ def prepare(
     name: str = "samples",
     given: Given | None = None,
     sources: Mapping[str, Loader] | None = None,
+    dealt: bool = False,
 ) -> Path:
     """Write ``samples`` samples of every task and length to ``out``/``name``.jsonl, what they are to ``name``.json, and
-    return the jsonl's path. The order is by index first, so that a prefix is a smaller run of all tasks.
+    return the jsonl's path. The order is by index first, so that a prefix is a smaller run of all tasks. ``dealt``:
+    ``samples`` of every family and length instead, dealt out to its tasks (see ``family``), rounded up.
 
     Samples that are there already for the same request are left alone. Raises RequestError for unknown tasks, numbers
     out of range, or a file of the same name made for another request.
@@ -144,6 +147,7 @@ def prepare(
         "tasks": [task.name for task in found],
         "lengths": list(lengths),
         "samples": samples,
+        **({"dealt": True} if dealt else {}),
         "seed": seed,
         "sources": {task.source.name: task.source.version for task in found},
     }
@@ -158,13 +162,16 @@ def prepare(
         if file_hash(data) != stored["sha256"]:
             raise RequestError(f"{data} has been changed since it was made; remove it to make it again")
         return data
+    sizes = Counter(family(task.name) for task in found)
+    counts = {task.name: -(-samples // sizes[family(task.name)]) if dealt else samples for task in found}
     try:
         write_jsonl(
             data,
             (
                 task.sample(length, index, seed).as_dict()
-                for index in range(samples)
+                for index in range(max(counts.values()))
                 for task in found
+                if index < counts[task.name]
                 for length in lengths
             ),
         )

@@ -165,6 +165,14 @@ def is_fitted(names: Iterable[str]) -> bool:
     return any(name.partition(":")[0] in FITTED for name in names if ":" in name)
 
 
+def family(name: str) -> str:
+    """What a task has in common with others: its source; of the natural tasks ``facts``, ``questions`` or ``turns``."""
+    source, colon, task = name.partition(":")
+    if not colon:
+        return "suite"
+    return task.partition("_")[0] if source == "natural" else source
+
+
 def find_tasks(
     names: Sequence[str],
     given: Given | CountTokens | None = None,

@@ -17,6 +17,8 @@ from saccade.methods.pages import Heads, blocks_of, ends_of, page_choice
 from saccade.methods.tails import BlockMethod
 from saccade.ops.scores import top_places
 from saccade.selection import Dense, Selection
+from saccade.selection.forms import PlanSpec
+from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Choice
 
 SUMMARY = "low_rank"
@@ -29,15 +31,14 @@ class Locks(BlockMethod):
     coefficients in int8) say. A head's page weighs the sum of e^logit over its keys; ``combine="mass"`` adds the heads
     of a KV head, each over its own heaviest page, ``"max"`` takes the greatest.
 
-    Only full pages have a summary: some 10 % of the KV, which torch unpacks at every step. No kernel does so yet, on a
-    CPU or a GPU: it is here for what it keeps, not for its speed.
+    Only full pages have a summary: some 10 % of the KV. On a GPU kernels make and score it (``combine="mass"``); on a
+    CPU torch unpacks it at every step: there it is for what it keeps, not for its speed.
     """
 
     name: ClassVar[str] = "locks"
     paper: ClassVar[str] = "LOCKS (locks-kv)"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     dial: ClassVar[Dial | None] = Dial("budget", "keys")
-    host_only: ClassVar[str | None] = "no batched kernel scores pages by their bases"
 
     budget: int = 2048
     block_size: int = 16
@@ -70,6 +71,11 @@ class Locks(BlockMethod):
 
     def whole_upto(self, opening: Opening) -> int:
         return self._choice(opening.spec).dense_upto
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        if self.combine != "mass" or self.stands_in or spec.head_dim % 2:  # what kernels do not do
+            return None
+        return DevicePlan.alike(self, spec, self._choice(spec))
 
     def _choice(self, shape: Heads) -> Choice:
         return page_choice(SUMMARY, self.block_size, shape.kv_heads, self.budget, self.sinks, self.window)

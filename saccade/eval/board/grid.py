@@ -9,12 +9,15 @@ from saccade.errors import RequestError
 from saccade.eval.board.entries import ENTRIES, Entry
 
 PROTOCOLS = ("B", "D")
+DRIFT = 96  # forced tokens where drift alone is wanted
 
 
 @dataclass(frozen=True)
 class Grid:
     """``budgets``: shares of the keys that dense attention reads; ``samples`` of each task and length; ``recall``:
-    samples of each task whose attention is compared with the true one."""
+    samples of each task whose attention is compared with the true one. ``dealt``: ``samples`` are of each family of
+    tasks (runner.prepare). ``drift``: tokens that are forced to measure each setting's drift, by whose keys dials are
+    turned; 0: none, and the first sample of each task turns them. ``answers``: whether samples are answered."""
 
     budgets: tuple[float, ...] = (0.05, 0.1, 0.25)
     lengths: tuple[int, ...] = (4096, 16384)
@@ -22,6 +25,9 @@ class Grid:
     samples: int = 4
     tasks: tuple[str, ...] = ("all",)
     recall: int = 1
+    dealt: bool = False
+    drift: int = 0
+    answers: bool = True
     entries: tuple[Entry, ...] = tuple(entry for entry in ENTRIES if not entry.slow)
 
     def changed(
@@ -33,6 +39,9 @@ class Grid:
         tasks: Sequence[str] | None = None,
         recall: int | None = None,
         methods: Sequence[str] | None = None,
+        each: int | None = None,
+        drift: int | None = None,
+        answers: bool = True,
     ) -> Grid:
         """The grid with what is given in the place of its own. RequestError for a value that cannot be run."""
         for budget in budgets or ():
@@ -45,12 +54,20 @@ class Grid:
             raise RequestError(f"samples={samples!r} must be an integer >= 1")
         if recall is not None and recall < 0:
             raise RequestError(f"recall={recall!r} must be an integer >= 0")
+        if each is not None and (each < 1 or samples is not None):
+            why = "give it or samples" if samples is not None else "must be an integer >= 1"
+            raise RequestError(f"each={each!r}: {why}, samples of each family of tasks")
+        if drift is not None and (drift < 0 or (drift == 0 and not answers)):
+            raise RequestError(f"drift={drift!r} must be an integer >= 1, forced tokens, where no sample is answered")
         return replace(
             self,
             budgets=tuple(sorted(set(budgets))) if budgets else self.budgets,
             lengths=tuple(sorted(set(lengths))) if lengths else self.lengths,
             protocols=tuple(sorted(set(protocols))) if protocols else self.protocols,
-            samples=self.samples if samples is None else samples,
+            samples=each or (self.samples if samples is None else samples),
+            dealt=each is not None,
+            drift=(self.drift if drift is None else drift) or (0 if answers else DRIFT),
+            answers=answers,
             tasks=tuple(tasks) if tasks else self.tasks,
             recall=self.recall if recall is None else recall,
             entries=named(methods) if methods else self.entries,
@@ -58,14 +75,18 @@ class Grid:
 
 
 def named(methods: Sequence[str]) -> tuple[Entry, ...]:
-    """The rows of the methods named, in the board's order; a name is a row's, or a method's for
-    all its rows but slow ones. RequestError for one that is not on the board."""
+    """The rows of the methods named, in that order; a name is a row's, or a method's for all its rows but slow ones.
+    RequestError for one that is not on the board."""
     known = {entry.name for entry in ENTRIES} | set().union(*(entry.methods for entry in ENTRIES))
     unknown = next((name for name in methods if name not in known), None)
     if unknown is not None:
         raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(map(repr, sorted(known)))}")
-    wanted = set(methods)
-    return tuple(entry for entry in ENTRIES if entry.name in wanted or (entry.methods & wanted and not entry.slow))
+    found: dict[str, Entry] = {}
+    for name in methods:
+        for entry in ENTRIES:
+            if entry.name == name or (name in entry.methods and not entry.slow):
+                found.setdefault(entry.name, entry)
+    return tuple(found.values())
 
 
 FIXED = Grid()

@@ -20,9 +20,13 @@ def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, c
     wanted = [
         [job.entry.name if job.entry else "dense", job.protocol, job.length, budget]
         for job in todo
-        for budget in (grid.budgets if job.entry is not None and job.entry.dial is not None else (None,))
+        for budget in job.budgets
     ]
-    said = [asdict(one) | {"folder": one.folder and one.folder.name} for one in placed]
+    said = [
+        asdict(one)
+        | {"folder": one.folder and one.folder.name, "drift": one.drift and str(one.drift.relative_to(out / RESULTS))}
+        for one in placed
+    ]
     write_json(
         out / KEPT,
         {
@@ -63,7 +67,8 @@ def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
         wanted |= {tuple(one) for one in data["wanted"]}
         samples, recall = max(samples, data["samples"]), max(recall, data["recall"])
         for said in data["placed"]:
-            one = Placed(**said | {"folder": said["folder"] and folder / RESULTS / said["folder"]})
+            files = {name: folder / RESULTS / said[name] for name in ("folder", "drift") if said.get(name)}
+            one = Placed(**said | {"folder": None, "drift": None} | files)
             key = one.name, one.protocol, one.length, one.budget
             if key not in placed or placed[key].folder is None:
                 placed[key] = one

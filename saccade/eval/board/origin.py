@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.eval.board.play import Placed
+from saccade.eval.board.rows import low_tasks
 from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
 from saccade.eval.summary import Run
 
@@ -37,6 +38,12 @@ def about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any
             f"{' and '.join(f'{count} of {letter}' for letter, count in sorted(counts.items()))}: {said}."
             for said, counts in made.items()
         ]
+    for low in dict.fromkeys(
+        ", ".join(f"{task} ({100 * score:.0f})" for task, score in low_tasks(runs[one.folder]).items())
+        for one in placed
+        if one.name == "dense" and one.folder is not None
+    ):
+        lines += [f"Left out, as dense attention does less than half of them: {low}."] if low else []
     lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
     return {
         "lines": lines,

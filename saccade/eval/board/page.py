@@ -15,11 +15,12 @@ from saccade.errors import RequestError
 from saccade.eval import figures
 from saccade.eval.board import origin
 from saccade.eval.board.entries import EXCLUDED, KINDS
+from saccade.eval.board.equal import DRIFTS, RECALLS, Equal, equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import MATCHED
-from saccade.eval.board.pictures import marker, panels
+from saccade.eval.board.pictures import drift_panel, marker, panels
 from saccade.eval.board.play import Placed, refuse_weak
-from saccade.eval.board.rows import RECALLS, Equal, Row, equal_bytes, equal_recall, fold
+from saccade.eval.board.rows import Row, fold
 from saccade.eval.plots import in_k
 from saccade.eval.stats import Interval
 from saccade.files import write_text
@@ -76,15 +77,21 @@ def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = 
 
 def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int]) -> dict[str, Any]:
     own = [row for row in rows if row.protocol == letter]
-    tables = [_budget_table(own, budget, lengths) for budget in grid.budgets]
+    columns = Columns.of(own, lengths)
+    tables = [_budget_table(own, budget, columns) for budget in grid.budgets]
     fixed = [row for row in own if row.budget is None]
     if fixed:
         tables.append(
-            Table("The same at every budget", _head(lengths), tuple(_line(row, lengths) for row in fixed), "", 3)
+            Table("The same at every budget", columns.head, tuple(_line(row, columns) for row in fixed), "", 3)
         )
     others = [
         _equal_table(f"At equal bytes: {100 * x:g} % of what dense reads", ones, "between the two settings around it")
         for x, ones in equal_bytes(rows, letter, grid.budgets).items()
+        if ones
+    ]
+    others += [
+        _equal_table(f"At equal drift: {x:g} nats of KL to dense attention", ones, "fewest keys first")
+        for x, ones in equal_drift(rows, letter).items()
         if ones
     ]
     others += [
@@ -93,7 +100,8 @@ def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int
         if ones
     ]
     drawn = figures.available()
-    shown = [one for phase in ("decode", "prefill") for one in (panels(rows, letter, phase) if drawn else ())]
+    shown = [one for length in lengths if drawn for one in drift_panel(own, length)]
+    shown += [one for phase in ("decode", "prefill") for one in (panels(rows, letter, phase) if drawn else ())]
     names = list(dict.fromkeys(row.entry.name for row in own if row.parts))
     return {
         "letter": letter,
@@ -105,36 +113,66 @@ def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int
     }
 
 
-def _head(lengths: Sequence[int]) -> tuple[str, ...]:
-    return (
-        "points lost [95 %]",
-        *(f"at {in_k(length)}" for length in lengths),
-        "keys read",
-        "bytes read",
-        "recall",
-        *("p (McNemar)", "n", "setting"),
-    )
+@dataclass(frozen=True)
+class Columns:
+    """What the tables of a protocol tell apart: families of tasks where there are several, lengths where there are
+    several, and what was measured at all."""
+
+    families: tuple[str, ...]
+    lengths: tuple[int, ...]
+    bytes: bool
+    recall: bool
+    drift: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], lengths: Sequence[int]) -> Columns:
+        families = tuple(dict.fromkeys(name for row in rows for name in row.families))
+        return cls(
+            families if len(families) > 1 else (),
+            tuple(lengths) if len(lengths) > 1 or len(families) < 2 else (),
+            any(row.read is not None for row in rows),
+            any(row.recall is not None for row in rows),
+            any(row.kl is not None for row in rows),
+        )
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        return (
+            "points lost [95 %]",
+            *self.families,
+            *(f"at {in_k(length)}" for length in self.lengths),
+            "keys read",
+            *(["bytes read"] if self.bytes else []),
+            *(["recall"] if self.recall else []),
+            *(["KL, nats [95 %]", "tokens that agree", "time, of dense's"] if self.drift else []),
+            *("p (McNemar)", "n", "setting"),
+        )
 
 
-def _budget_table(rows: Sequence[Row], budget: float, lengths: Sequence[int]) -> Table:
+def _budget_table(rows: Sequence[Row], budget: float, columns: Columns) -> Table:
     own = [row for row in rows if row.budget == budget]
     off = sum(not row.matched for row in own)
     said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
     said += f"; {off} below them could not be set to read that many keys, so no rank is theirs." if off else "."
-    lines = tuple(_line(row, lengths) for row in own)
-    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", _head(lengths), lines, said, 3)
+    lines = tuple(_line(row, columns) for row in own)
+    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", columns.head, lines, said, 3)
 
 
-def _line(row: Row, lengths: Sequence[int]) -> Line:
-    parts = [row.parts.get(length) for length in lengths]
-    chances = [part.cell.chance for part in parts if part is not None and part.cell.chance is not None]
-    settings = dict.fromkeys(part.policy for part in parts if part is not None)
+def _line(row: Row, columns: Columns) -> Line:
+    parts = [row.parts.get(length) for length in columns.lengths]
+    chances = [part.cell.chance for part in row.parts.values() if part.cell.chance is not None]
+    settings = dict.fromkeys(
+        [part.policy for part in row.parts.values()] or [one.policy for one in row.drifts.values()]
+    )
+    drift = (_nats(row.kl), _share(row.agree), "–" if row.time is None else f"{row.time:.2f}")
     cells = (
         _lost(row.loss),
+        *(_mean_lost(row.families.get(name)) for name in columns.families),
         *("–" if part is None else _mean_lost(part.cell.difference) for part in parts),
         _share(row.keys),
-        _share(row.read),
-        "–" if row.recall is None else f"{100 * row.recall:.1f} %",
+        *([_share(row.read)] if columns.bytes else []),
+        *([_share(row.recall)] if columns.recall else []),
+        *(drift if columns.drift else []),
         f"{min(chances):.2g}" if chances else "–",
         str(row.loss.n) if row.loss else "–",
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
@@ -149,9 +187,19 @@ def _line(row: Row, lengths: Sequence[int]) -> Line:
     return Line(row.entry.name, cells, row.entry.kind, row.loss is not None and row.loss.high < 0, note)
 
 
+def _nats(kl: Interval | None) -> str:
+    return "–" if kl is None else f"{kl.mean:.2g} [{kl.low:.2g}, {kl.high:.2g}]"
+
+
 def _equal_table(title: str, ones: Sequence[Equal], said: str) -> Table:
     lines = tuple(
-        Line(one.entry.name, (_lost(one.loss), _share(one.keys)), one.entry.kind, one.loss.high < 0) for one in ones
+        Line(
+            one.entry.name,
+            (_lost(one.loss), _share(one.keys)),
+            one.entry.kind,
+            one.loss is not None and one.loss.high < 0,
+        )
+        for one in ones
     )
     return Table(title, ("points lost [95 %]", "keys read"), lines, said)
 
@@ -182,11 +230,14 @@ def _made(about: dict[str, Any]) -> list[str]:
 HOW = (
     "Points lost: dense's score minus the method's over the same samples, with the paired 95 % bootstrap interval. "
     "Rows are sorted by it, the least first; equal losses by keys read. Every method has one option, its dial, which "
-    "was turned until the keys that it read on the first sample of each task met the budget; the keys in a row are "
-    "those of all its samples.",
+    "was turned until the keys that it read on the first sample of each task, or on forced tokens where there is a KL, "
+    "met the budget; the keys in a row are those of all its samples.",
     "Bytes are keys, values, keys scored exactly and block summaries or labels, over what dense reads; – where the "
     "size of what stands for keys is not known. In prefill they are products, not traffic. Tables at equal bytes and "
     "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
+    "KL is that of the next token's distribution to dense attention's, over forced tokens of made prose in which "
+    "facts come again; tables at equal drift take the straight line between the logarithms of two settings' KL. Time "
+    "is that of the method's phase over dense attention's there, one sequence alone.",
     "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
     "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths; n samples were "
     "answered.",
@@ -216,15 +267,23 @@ def _page(sections: Sequence[dict[str, Any]], about: dict[str, Any], rows: Seque
 
 def _plain(rows: Sequence[Row], grid: Grid, about: dict[str, Any]) -> dict[str, Any]:
     shown = {name: list(getattr(grid, name)) for name in ("budgets", "lengths", "protocols")}
-    equal: dict[str, Any] = {"bytes": [], "recall": []}
+    equal: dict[str, Any] = {"bytes": [], "recall": [], "drift": []}
     for letter in grid.protocols:
         for ones in equal_bytes(rows, letter, grid.budgets).values():
             equal["bytes"] += [one.as_dict() for one in ones]
         for ones in equal_recall(rows, letter).values():
             equal["recall"] += [one.as_dict() for one in ones]
+        for ones in equal_drift(rows, letter).values():
+            equal["drift"] += [one.as_dict() for one in ones]
     return {
         "about": {key: value for key, value in about.items() if key != "lines"},
-        "grid": {**shown, "samples": grid.samples, "recall_samples": grid.recall, "recalls": list(RECALLS)},
+        "grid": {
+            **shown,
+            "samples": grid.samples,
+            "recall_samples": grid.recall,
+            "recalls": list(RECALLS),
+            "drifts": list(DRIFTS),
+        },
         "rows": [row.as_dict() for row in rows],
         "equal": equal,
     }

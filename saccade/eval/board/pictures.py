@@ -58,6 +58,36 @@ def panels(rows: Sequence[Row], protocol: str, phase: str) -> list[tuple[str, st
     return drawn
 
 
+def drift_panel(rows: Sequence[Row], length: int) -> list[tuple[str, str]]:
+    """(title, SVG) of what decode methods drift by against the keys that they read; nothing where none was measured."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        drift = row.drifts.get(length)
+        keys = None if drift is None or row.entry.phase != "decode" else drift.keys("decode")
+        if drift is not None and keys and drift.mean > 0:
+            curves.setdefault(row.entry.name, []).append((keys, drift.mean))
+    if not curves:
+        return []
+    with styled({**STYLE, "font.size": 10.5}):
+        figure = new_figure(figsize=(5.4, 4.0))
+        axis = figure.subplots()
+        for name, points in curves.items():
+            xs, ys = zip(*sorted(points))
+            axis.plot(xs, ys, linewidth=0.9, alpha=0.9, markersize=7, markeredgewidth=1.3, **look(name))
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        places = [x for points in curves.values() for x, _ in points]
+        ticks = sorted(tick for tick in (*TICKS, 0.03, 0.07, 0.15, 0.3, 0.7) if min(places) <= tick <= max(places))
+        axis.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel(_AXES["keys"][0])
+        axis.set_ylabel("KL to dense, nats (log scale)")
+        axis.grid(color="#e6e6e6", linewidth=0.7)
+        axis.set_axisbelow(True)
+        figure.tight_layout()
+        return [(f"{in_k(length)} tokens, decode: drift", svg(figure))]
+
+
 def _panel(rows: Sequence[Row], length: int, what: str) -> str | None:
     title, value = _AXES[what]
     curves: dict[str, list[tuple[float, float, float, float]]] = {}

@@ -12,6 +12,7 @@ import torch
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError, SaccadeError
+from saccade.eval.board.drifts import Drift, Drifts, place_of
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import PROTOCOLS, Grid
 from saccade.eval.board.matching import distance, nearest
@@ -29,24 +30,26 @@ from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
+MIDDLE = 0.1  # of the budgets: its rows are run first
 _MOST_ROOM = 4 * 2**30
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the board under one protocol at one length, for all budgets. ``name``: of the ENTRIES."""
+    """One row of the board under one protocol at one length, for ``budgets`` (None where it has no dial)."""
 
     entry: Entry | None  # None: dense
     protocol: str
     length: int
     data: Path
+    budgets: tuple[float | None, ...] = (None,)
 
 
 @dataclass(frozen=True)
 class Placed:
     """A setting that was run for a budget (None: the same at all). ``folder``: its results; ``error``: why there are
-    none."""
+    none; ``drift``: the file of its drift, where that was measured."""
 
     name: str
     protocol: str
@@ -55,6 +58,7 @@ class Placed:
     policy: str
     folder: Path | None
     error: str | None = None
+    drift: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -93,19 +97,35 @@ def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, 
     tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
     made = {}
     for length in grid.lengths:
-        name = "board-" + data_name("core", tasks, [length], grid.samples, seed, model)
-        made[length] = prepare(out, tasks, [length], grid.samples, seed, name=name, given=given_by(model))
+        name = (
+            "board-" + data_name("core", tasks, [length], grid.samples, seed, model) + ("-dealt" if grid.dealt else "")
+        )
+        if not grid.answers:
+            made[length] = out / f"{name}.jsonl"
+            continue
+        made[length] = prepare(
+            out, tasks, [length], grid.samples, seed, name=name, given=given_by(model), dealt=grid.dealt
+        )
     return made
 
 
 def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
-    """Dense of both kinds first, then every row; long contexts first, so that no worker ends with one alone."""
+    """Dense of both kinds first, then every row; long contexts first, so that no worker ends with one alone. Where
+    drift turns the dials, a row's budgets are jobs of their own, those nearest MIDDLE first: a board that is cut short
+    has that one whole."""
     rows: list[Job] = []
+    parts: list[tuple[float | None, ...]] = [
+        (one,) for one in sorted(grid.budgets, key=lambda one: distance(one, MIDDLE))
+    ]
     for length in sorted(grid.lengths, reverse=True):
         for letter in grid.protocols:
             rows.append(Job(None, letter, length, data[length]))
-            rows += [Job(entry, letter, length, data[length]) for entry in grid.entries if entry.serves(letter)]
-    return sorted(rows, key=lambda job: job.entry is not None)
+            for entry in grid.entries:
+                if entry.serves(letter):
+                    own = [(None,)] if entry.dial is None else parts if grid.drift else [grid.budgets]
+                    rows += [Job(entry, letter, length, data[length], budgets) for budgets in own]
+    order = {budgets: at for at, budgets in enumerate(parts, 1)} if grid.drift else {}
+    return sorted(rows, key=lambda job: (job.entry is not None, order.get(job.budgets, 0)))
 
 
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
@@ -115,17 +135,20 @@ def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note
     for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers, play.together)):
         refuse_weak(placed)
         name = job.entry.name if job.entry else "dense"
-        note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job, play.grid)} settings")
+        note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job)} settings")
+        for one in placed:
+            if one.error is not None:
+                note(f"{one.policy}: {one.error}")
         yield placed
 
 
 def refuse_weak(placed: Iterable[Placed]) -> None:
-    """RequestError if dense attention scores below half of what is possible in one of these: the order of rows that are
-    compared with it would be chance."""
+    """RequestError if dense attention scores below half of what is possible in every task of one of these: the order of
+    rows that are compared with it would be chance. Tasks that it does to less than half are left out of the others."""
     for one in placed:
         if one.name == "dense" and one.folder is not None:
             dense = dense_score(Run.load(one.folder))
-            if dense is not None and dense.warning is not None:
+            if dense is not None and dense.warning is not None and len(dense.low) == len(dense.tasks):
                 raise RequestError(
                     f"no board can be made of {one.folder.name} ({one.length} tokens, protocol {one.protocol}): "
                     f"{dense.warning}"
@@ -140,33 +163,55 @@ class _Work:
         return list(_run(llm, job, self.play))
 
 
-def wanted(job: Job, grid: Grid) -> int:
-    return len(grid.budgets) if job.entry is not None and job.entry.dial is not None else 1
+def wanted(job: Job) -> int:
+    """How many settings a job places."""
+    return len(job.budgets)
 
 
 def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
-    def placed(policy: str, budget: float | None, folder: Path | None, error: str | None = None) -> Placed:
+    drifts = None
+    if play.grid.drift:
+        drifts = Drifts(llm, play.model, play.results, job.length, play.grid.drift)
+
+    def placed(policy: Policy, budget: float | None) -> Placed:
         name = job.entry.name if job.entry else "dense"
-        return Placed(name, job.protocol, job.length, budget, policy, folder, error)
+        file = None
+        if drifts is not None and job.entry is not None and job.entry.kind != "lossless":
+            _drift(drifts, policy, play)
+            file = place_of(play.results, job.length, play.grid.drift, policy.text)
+        folder = _answer(llm, job, play, policy) if play.grid.answers else None
+        return Placed(name, job.protocol, job.length, budget, policy.text, folder, drift=file)
+
+    def failed(policy: Policy, budget: float | None, error: SaccadeError) -> Placed:
+        assert job.entry is not None, "what dense attention cannot do, nothing is compared with"
+        why = " ".join(str(error).split())
+        return Placed(job.entry.name, job.protocol, job.length, budget, policy.text, None, why)
 
     entry = job.entry
     try:
         if entry is None:
-            yield placed("dense", None, _answer(llm, job, play, Policy()))
+            yield placed(Policy(), None)
             return
         if entry.dial is None:
             policy = entry.policy(job.protocol, 1.0, None)
-            yield placed(policy.text, None, _answer(llm, job, play, policy))
+            try:
+                yield placed(policy, None)
+            except SaccadeError as error:
+                yield failed(policy, None, error)
             return
         values = entry.dial.values(job.length)
         seen: dict[int, float] = {}
-        for budget in play.grid.budgets:
+        for budget in job.budgets:
+            assert budget is not None, "a row with a dial has budgets"
             policies = [entry.policy(job.protocol, budget, value) for value in values]
 
             def measure(at: int, policies: list[Policy] = policies) -> float:
                 if at not in seen:
-                    run = Run.load(_answer(llm, job, play, policies[at], probe=True))
-                    seen[at] = _density(run, entry.phase)
+                    if drifts is not None:
+                        seen[at] = _drift(drifts, policies[at], play).keys(entry.phase) or 0.0
+                    else:
+                        run = Run.load(_answer(llm, job, play, policies[at], probe=True))
+                        seen[at] = _density(run, entry.phase)
                 return seen[at]
 
             first = _known(entry, job, budget, values, play)
@@ -176,12 +221,18 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
                 first = entry.dial.first(budget, job.length)
             try:
                 found = nearest(len(values), measure, budget, first, entry.dial.step)
-                policy = policies[found.at]
-                yield placed(policy.text, budget, _answer(llm, job, play, policy))
+                yield placed(policies[found.at], budget)
             except SaccadeError as error:
-                yield placed(policies[first].text, budget, None, " ".join(str(error).split()))
+                yield failed(policies[first], budget, error)
     except _Late:
         return
+
+
+def _drift(drifts: Drifts, policy: Policy, play: Play) -> Drift:
+    """A policy's drift, unless the time is over and it was not measured before."""
+    if play.late and drifts.known(policy) is None:
+        raise _Late
+    return drifts.of(policy)
 
 
 def _known(entry: Entry, job: Job, budget: float, values: Sequence[str], play: Play) -> int | None:

@@ -1,31 +1,36 @@
-"""Folding what was run into the board's rows: what a user loses at equal keys, at equal bytes and at equal recall."""
+"""Folding what was run into the board's rows: what a user loses at each setting, and what that reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from saccade.eval.board.drifts import Drift, load_drift
 from saccade.eval.board.entries import ENTRIES, Entry
-from saccade.eval.board.matching import MATCHED, Point, at_equal, distance
+from saccade.eval.board.matching import MATCHED, distance
 from saccade.eval.board.play import RECALL, Placed
 from saccade.eval.results import read_json
-from saccade.eval.stats import Interval, paired_difference
+from saccade.eval.sources import family
+from saccade.eval.stats import Interval, paired_difference, stretch_interval
 from saccade.eval.summary import Cell, Group, Run
+from saccade.eval.weak import dense_score
 
-RECALLS = (0.8, 0.9, 0.95)
+STRETCH = 16  # forced tokens that are drawn together
 BY_NAME: Mapping[str, Entry] = {entry.name: entry for entry in ENTRIES}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One setting at one length. ``cell``: its samples beside dense's."""
+    """One setting at one length. ``cell``: its samples beside dense's; ``families``: the same by what tasks have in
+    common (sources.family)."""
 
     policy: str
     cell: Cell
     phase: str
     summary: float | None
+    families: Mapping[str, Cell] = field(default_factory=dict)
 
     @property
     def keys(self) -> float | None:
@@ -56,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one budget (None: its one setting). ``parts`` by length; ``errors``: what failed."""
+    """A method at one budget (None: its one setting). ``parts`` and ``drifts`` by length; ``errors``: what failed."""
 
     entry: Entry
     protocol: str
@@ -64,15 +69,46 @@ class Row:
     parts: Mapping[int, Part]
     complete: bool
     errors: tuple[str, ...] = ()
+    drifts: Mapping[int, Drift] = field(default_factory=dict)
+
+    @cached_property
+    def families(self) -> dict[str, Interval]:
+        """``loss`` by what tasks have in common, of those that have scores."""
+        names = dict.fromkeys(name for part in self.parts.values() for name in part.families)
+        found = {
+            name: difference(
+                [pair for part in self.parts.values() if name in part.families for pair in part.families[name].pairs]
+            )
+            for name in names
+        }
+        return {name: loss for name, loss in found.items() if loss is not None}
+
+    @cached_property
+    def kl(self) -> Interval | None:
+        """To dense attention over forced tokens, nats, with its interval by stretches of them."""
+        values = [value for _, drift in sorted(self.drifts.items()) for value in drift.kl]
+        return stretch_interval(values, min(STRETCH, len(values))) if values else None
+
+    @property
+    def agree(self) -> float | None:
+        return _mean(drift.agree for drift in self.drifts.values())
+
+    @property
+    def time(self) -> float | None:
+        """Of its phase, over dense attention's, of one sequence where drift was measured."""
+        return _mean(drift.time(self.entry.phase) for drift in self.drifts.values())
 
     @cached_property
     def loss(self) -> Interval | None:
         """Score minus dense's over the samples of all lengths, with its paired interval."""
-        return _difference([pair for part in self.parts.values() for pair in part.cell.pairs])
+        return difference([pair for part in self.parts.values() for pair in part.cell.pairs])
 
     @property
     def keys(self) -> float | None:
-        return _mean(part.keys for part in self.parts.values())
+        """Of the samples; where none were answered, of the forced tokens."""
+        if self.parts:
+            return _mean(part.keys for part in self.parts.values())
+        return _mean(drift.keys(self.entry.phase) for drift in self.drifts.values())
 
     @property
     def read(self) -> float | None:
@@ -84,10 +120,13 @@ class Row:
 
     @property
     def matched(self) -> bool:
-        """Whether it was run at every length and reads what the budget says at each."""
+        """Whether it was run at every length and reads what the budget says at each, where its dial was turned."""
+        turned = [
+            self.drifts[length].keys(self.entry.phase) if length in self.drifts else part.keys
+            for length, part in self.parts.items()
+        ]
         return self.complete and all(
-            part.keys is not None and self.budget is not None and distance(part.keys, self.budget) <= MATCHED
-            for part in self.parts.values()
+            keys is not None and self.budget is not None and distance(keys, self.budget) <= MATCHED for keys in turned
         )
 
     @property
@@ -103,15 +142,19 @@ class Row:
             "protocol": self.protocol,
             "budget": self.budget,
             "matched": self.matched if self.budget is not None else None,
-            **_interval(self.loss),
+            **interval_data(self.loss),
             "keys": self.keys,
             "bytes": self.read,
             "recall": self.recall,
+            "families": {name: interval_data(loss) for name, loss in self.families.items()},
+            "kl": None if self.kl is None else [self.kl.mean, self.kl.low, self.kl.high],
+            "agree": self.agree,
+            "time": self.time,
             "lengths": {
                 str(length): {
                     "policy": part.policy,
                     "score": part.cell.score,
-                    **_interval(_difference(part.cell.pairs)),
+                    **interval_data(difference(part.cell.pairs)),
                     "keys": part.keys,
                     "bytes": part.read,
                     "recall": part.recall,
@@ -121,31 +164,6 @@ class Row:
                 for length, part in sorted(self.parts.items())
             },
             "failed": list(self.errors),
-        }
-
-
-@dataclass(frozen=True)
-class Equal:
-    """What a method would lose at ``x`` bytes or recall, between its two nearest settings at every length."""
-
-    entry: Entry
-    protocol: str
-    x: float
-    keys: float
-    loss: Interval
-
-    @property
-    def place(self) -> tuple[float, float]:
-        return -self.loss.mean, self.keys
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "method": self.entry.name,
-            "kind": self.entry.kind,
-            "protocol": self.protocol,
-            "at": self.x,
-            "keys": self.keys,
-            **_interval(self.loss),
         }
 
 
@@ -165,69 +183,43 @@ def fold(placed: Sequence[Placed], lengths: Sequence[int]) -> list[Row]:
             found.setdefault((one.name, one.protocol, one.budget), []).append(one)
     rows = []
     for (name, protocol, budget), ones in found.items():
-        entry = BY_NAME[name]
-        parts = {}
-        for one in sorted(ones, key=lambda one: one.length):
-            if one.folder is not None:
-                run = next(run for run in groups[one.length].runs if run.folder == one.folder)
-                parts[one.length] = Part(one.policy, groups[one.length].cell(run), entry.phase, entry.summary)
+        entry, ones = BY_NAME[name], sorted(ones, key=lambda one: one.length)
+        parts = {one.length: _part(one, entry, groups[one.length]) for one in ones if one.folder is not None}
         errors = tuple(dict.fromkeys(one.error for one in ones if one.error))
-        rows.append(Row(entry, protocol, budget, parts, set(parts) == set(lengths), errors))
+        drifts = {one.length: load_drift(one.drift) for one in ones if one.drift is not None}
+        known = {length: drift for length, drift in drifts.items() if drift is not None}
+        rows.append(Row(entry, protocol, budget, parts, set(parts) == set(lengths), errors, known))
     return sorted(rows, key=lambda row: (row.protocol, row.budget or 0.0, not row.matched, row.place))
 
 
-def equal_bytes(rows: Iterable[Row], protocol: str, budgets: Sequence[float]) -> dict[float, list[Equal]]:
-    """At each budget as a share of dense's bytes: what methods lose there, least first."""
-    return _equal([row for row in rows if row.entry.phase == "decode"], protocol, budgets, "read", logs=True)
+def _part(one: Placed, entry: Entry, group: Group) -> Part:
+    """Over the tasks that dense attention does to half or more."""
+    run = next(run for run in group.runs if run.folder == one.folder)
+    low = low_tasks(group.baseline(run))
+
+    def cell(name: str | None) -> Cell:
+        return group.cell(run, lambda row: row["task"] not in low and name in (None, family(row["task"])))
+
+    names = dict.fromkeys(family(row["task"]) for row in run.rows.values())
+    return Part(one.policy, cell(None), entry.phase, entry.summary, {name: cell(name) for name in names})
 
 
-def equal_recall(rows: Iterable[Row], protocol: str) -> dict[float, list[Equal]]:
-    """At each of RECALLS: the keys that methods read to keep as much of the attention, fewest first."""
-    found = _equal([row for row in rows if row.entry.phase == "decode"], protocol, RECALLS, "recall", logs=False)
-    return {x: sorted(ones, key=lambda one: one.keys) for x, ones in found.items()}
+def low_tasks(dense: Run | None) -> dict[str, float]:
+    """The tasks that dense attention does to less than half, and its scores; none where there is no such run."""
+    found = None if dense is None else dense_score(dense)
+    return {} if found is None else found.low
 
 
-def _equal(rows: Sequence[Row], protocol: str, xs: Sequence[float], what: str, logs: bool) -> dict[float, list[Equal]]:
-    by_entry: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.protocol == protocol and row.budget is not None:
-            by_entry.setdefault(row.entry.name, []).append(row)
-    found: dict[float, list[Equal]] = {}
-    for x in xs:
-        ones = [one for own in by_entry.values() if (one := _mixed(own, x, what, logs)) is not None]
-        found[x] = sorted(ones, key=lambda one: one.place)
-    return found
-
-
-def _mixed(rows: Sequence[Row], x: float, what: str, logs: bool) -> Equal | None:
-    """None unless the settings enclose ``x`` at every length that the method was run at."""
-    pairs: list[tuple[float, float]] = []
-    keys: list[float] = []
-    for length in sorted({length for row in rows for length in row.parts}):
-        parts = [row.parts[length] for row in rows if length in row.parts]
-        points = [
-            Point(value, part.keys, part.scores)
-            for part in parts
-            if (value := getattr(part, what)) is not None and part.keys
-        ]
-        point = at_equal(points, x, logs)
-        if point is None:
-            return None
-        base = parts[0].cell.base
-        pairs += [(own, base[name]["score"]) for name, own in point.scores.items() if name in base]
-        keys.append(point.keys)
-    loss = _difference(pairs)
-    return None if loss is None else Equal(rows[0].entry, rows[0].protocol, x, sum(keys) / len(keys), loss)
-
-
-def _difference(pairs: Sequence[tuple[float, float]]) -> Interval | None:
+def difference(pairs: Sequence[tuple[float, float]]) -> Interval | None:
+    """Of (own, dense's) scores; None without any."""
     if not pairs:
         return None
     own, dense = zip(*pairs)
     return paired_difference(own, dense)
 
 
-def _interval(found: Interval | None) -> dict[str, Any]:
+def interval_data(found: Interval | None) -> dict[str, Any]:
+    """As plain data."""
     if found is None:
         return {"difference": None, "difference_low": None, "difference_high": None, "n": 0}
     return {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, band_lists, score_blocks
 from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_guesses
@@ -15,19 +16,22 @@ from saccade.ops.triton.batched_labels import estimate_labelled
 from saccade.ops.triton.batched_moments import estimate_moments
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, RuleRead
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.dispatch import BLOCK_SIZES
+from saccade.ops.triton.low_rank import score_records
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection.forms import LABELS, PlanSpec
 from saccade.selection.readings import CHOICE, ENDS, OWN, Choice, Reading
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
+RECORDS = "low_rank"  # whose kernel weighs pages for each KV head, the best of which are read
 GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to rank them
 
 
 def why_not(reading: Reading, spec: PlanSpec) -> str | None:
     """What no kernel serves of ``reading`` on such a model; None where kernels serve all of it."""
     choice = reading.choice
+    if spec.value_dim is not None and (reading.kernels == OWN or (choice is not None and choice.rule is not None)):
+        return "its kernels read keys and values, not latents"
     return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
 
 
@@ -47,7 +51,10 @@ def _read_choice(reading: Reading, rows: LayerRows) -> LayerRead:
     assert choice is not None
     if choice.rule is None:
         assert rows.summaries is not None
-        scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
+        if choice.source.summary == RECORDS:
+            scores = score_records(rows.q, rows.pages, rows.summaries.pointers, choice, rows.scale, rows.softcap)
+        else:
+            scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
         return rows.attended(choose_blocks(scores, rows.pages, choice, rows.first, rows.second))
     ranked = rank_rows(rows.q, rows.pages, rows.summaries, rows.words, choice, rows.second, rows.scale, rows.softcap)
     always, order, counts, guesses = ranked
@@ -117,7 +124,9 @@ def _unread(choice: Choice, kv_heads: int) -> str | None:
     summary, rule = choice.source.summary, choice.rule
     if choice.size not in BLOCK_SIZES:
         return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
-    if summary not in SUMMARIES and (rule is None or summary not in GUESSING):
+    if summary == RECORDS and (rule is not None or choice.units != kv_heads):
+        return "the kernels weigh low-rank records for each KV head, and read the best"
+    if summary not in (*SUMMARIES, RECORDS) and (rule is None or summary not in GUESSING):
         return f"the kernels score the summaries {' and '.join(SUMMARIES)}, not {summary}"
     if kv_heads % choice.units:
         return f"the kernels choose for whole KV heads, not for {choice.units} units of {kv_heads} of them"
