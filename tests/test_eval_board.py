@@ -182,7 +182,7 @@ def test_equal_bytes_and_equal_recall_lie_between_settings(made):
 
 
 def test_keys_at_equal_drift_lie_between_settings(made, tmp_path):
-    """In the logarithms of KL and keys; what is lost there with them. Rows without drift, or around no level, are out."""
+    """In the logarithms of KL and keys; what is lost there with them. Rows around no level are out."""
 
     def drifting(one: Placed, kl: float, keys: float) -> Placed:
         file = tmp_path / f"{one.name}-{one.budget}.json"
