@@ -16,7 +16,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
 
@@ -150,15 +150,26 @@ aarch64: setup
 SEEDED = $(if $(SEED),--seed $(SEED))
 # How keys and values are stored: make storm KV_DTYPE=int8.
 STORED = $(if $(KV_DTYPE),--kv-dtype $(KV_DTYPE))
+# Of which family of tests/tiny_models.py the model is, such as one whose layers keep a state: make storm FAMILY=qwen3_5_text.
+KIND = $(if $(FAMILY),--family $(FAMILY))
 
 # 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED)
-	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED) $(KIND)
+	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(KIND)
+
+# 5,000 requests over an engine of two processes that are killed or stopped now and then: make storm-ranks COUNT=500 for
+# fewer.
+storm-ranks: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.ranks $(COUNT) $(SEEDED)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED) $(STORED)
+
+# 30 random models of every family whose layers keep a state, against transformers: make hybrids COUNT=5 FAMILIES=lfm2 for some.
+hybrids: setup
+	PYTHONPATH=tests $(BIN)/python -m hybrid_configs --count $(or $(COUNT),30) $(FAMILIES)
 
 # Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
 lossless: setup
@@ -170,7 +181,7 @@ certify: setup
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED) $(STORED)
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED) $(STORED) $(KIND)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT) $(SEEDED)

@@ -1,11 +1,12 @@
 """A model with layers that keep a state, on a CPU: prefill and decode by our kernels and by torch's, by turns.
 
     python benchmarks/hybrid.py [--layers 8] [--contexts 1024 8192] [--threads 16] [--tokens 16] [--vocabulary 32000]
-        [--ways kernels torch]
+        [--ways kernels layers torch]
 
 Qwen3.5-4B's shape (2,560 channels, three gated delta layers to one that attends, heads of 256) with ``--layers`` layers
 and random weights, bfloat16. A line each: seconds of the prefill, and the median milliseconds of a decode step.
-``torch``: transformers' modules as they are, states copied in and out; attention is ours in both.
+``layers``: the same kernels, called layer by layer in a step; ``torch``: transformers' modules as they are, states
+copied in and out; attention is ours in all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from saccade import LLM, SamplingParams
 from saccade.methods.policy import Policy
+from saccade.models import runner
+from saccade.models.keeping_step import kept_step
 from saccade.ops import cpu, slotted
 
 
@@ -67,12 +70,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--ways", nargs="+", choices=("kernels", "torch"), default=["kernels", "torch"])
+    parser.add_argument("--ways", nargs="+", choices=("kernels", "layers", "torch"), default=["kernels", "torch"])
     parser.add_argument("--processor", action="store_true", help="time of all threads together, as of a busy machine")
     asked = parser.parse_args()
     now = time.process_time if asked.processor else time.perf_counter
     torch.set_num_threads(asked.threads)
-    ways = {"kernels": slotted.on_host, "torch": lambda device: False}
+    ways = {"kernels": slotted.on_host, "layers": slotted.on_host, "torch": lambda device: False}
     with tempfile.TemporaryDirectory() as made:
         folder, llms = checkpoint(Path(made), asked.layers, asked.vocabulary), {}
         for way in asked.ways:
@@ -86,6 +89,7 @@ def main() -> None:
             for turn in range(asked.rounds):
                 for way in asked.ways:
                     slotted.on_host = ways[way]
+                    runner.kept_step = kept_step if way == "kernels" else lambda *given: None
                     found[way].append(measure(llms[way], length, asked.tokens, turn, now))
             for way, runs in found.items():
                 step = statistics.median(one for _, steps in runs for one in steps)

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "step_layers.h"
+#include "step_ops.h"
 
 namespace nb = nanobind;
 
@@ -15,6 +16,52 @@ std::pair<double, double> run_step_layers(const KernelSet& set, DecodeStep& step
                                           const std::vector<LayerTurn>& turns, bool watched) {
     nb::gil_scoped_release release;
     return run_layers(set, model, step, pool, call, turns, watched);
+}
+
+std::pair<double, double> run_step_ops(const KernelSet& set, DecodeStep& step, StepOps& ops, const Pool& pool,
+                                       int attending, bool watched) {
+    nb::gil_scoped_release release;
+    return ops.run(set, step, pool, attending, watched);
+}
+
+void run_calls(const KernelSet& set, const StepOps& ops) {
+    nb::gil_scoped_release release;
+    ops.run(set);
+}
+
+void bind_ops(nb::module_& m, KernelSetClass& set) {
+    bind_struct<MixCall>(
+        m, "MixCall",
+        {field<&MixCall::kind>("kind").within(0, 4), field<&MixCall::threads>("threads").at_least(1),
+         field<&MixCall::storage>("storage").within(0, 1), field<&MixCall::rows>("rows"),
+         field<&MixCall::width>("width").at_least(1), field<&MixCall::x>("x"), field<&MixCall::x_stride>("x_stride"),
+         field<&MixCall::y>("y").optional(), field<&MixCall::y_stride>("y_stride").optional(),
+         field<&MixCall::log>("log").optional(), field<&MixCall::bias>("bias").optional(),
+         field<&MixCall::out>("out"), field<&MixCall::out_stride>("out_stride")},
+        [](const MixCall& c) {
+            const bool pairs = c.kind != Mixing::rates && c.kind != Mixing::decays;
+            if (pairs != (c.y != nullptr) || (c.kind == Mixing::decays) != (c.log && c.bias))
+                throw std::invalid_argument("a mixing has what it takes, and nothing else");
+        });
+    bind_struct<AttendCall>(
+        m, "AttendCall",
+        {field<&AttendCall::layer>("layer"), field<&AttendCall::rows>("rows").at_least(1),
+         field<&AttendCall::heads>("heads").at_least(1), field<&AttendCall::kv_heads>("kv_heads").at_least(1),
+         field<&AttendCall::head_dim>("head_dim").at_least(1), field<&AttendCall::q>("q"), field<&AttendCall::k>("k"),
+         field<&AttendCall::v>("v"), field<&AttendCall::out>("out"), field<&AttendCall::lse>("lse"),
+         field<&AttendCall::scale>("scale"), field<&AttendCall::softcap>("softcap").optional()});
+    nb::class_<StepOps>(m, "StepOps")
+        .def(nb::init<>())
+        .def("__len__", &StepOps::size)
+        .def("add", &StepOps::add<ProductRows>)
+        .def("add", &StepOps::add<NormRows>)
+        .def("add", &StepOps::add<PassCall>)
+        .def("add", &StepOps::add<CausalConv>)
+        .def("add", &StepOps::add<DeltaRule>)
+        .def("add", &StepOps::add<MixCall>)
+        .def("add", &StepOps::add<AttendCall>);
+    set.def("run_ops", &run_step_ops);
+    set.def("run_calls", &run_calls);
 }
 
 }  // namespace
@@ -37,6 +84,7 @@ void bind_layers(nb::module_& m, KernelSetClass& set) {
          field<&LayersCall::attended>("attended"), field<&LayersCall::lse>("lse"),
          field<&LayersCall::threads>("threads").at_least(1), field<&LayersCall::attending>("attending").at_least(1)});
     set.def("run_layers", &run_step_layers);
+    bind_ops(m, set);
 }
 
 }  // namespace saccade

@@ -3,10 +3,11 @@
 // A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
 // they read the same keys of a long context: then whole slots are read in order, which memory likes better. The size of
 // splits follows from the call alone, so a result depends neither on the number of threads nor on other work; splits
-// merge by log-sum-exp.
+// merge by log-sum-exp. Where very many query heads read the same keys, as of latents, products decide and not memory: a
+// task then has the heads as lanes, as a prefill has its rows.
 #pragma once
 
-#include "decode_task.h"
+#include "prefill_task.h"
 
 namespace saccade {
 namespace {
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
 constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that nobody asked for ahead
+constexpr int64_t kManyHeads = 32;     // of one list of keys, from which heads are lanes
 
 struct DecodePlan {
     const Attention& a;
@@ -38,14 +40,22 @@ struct DecodePlan {
         split_keys = kSplitKeys;
         if (groups > 1 && keys > kSplits * kSplitKeys)
             split_keys = (keys + kSplits * kSplitKeys - 1) / (kSplits * kSplitKeys) * kSplitKeys;
+        if (many()) {  // whose tasks begin with packing queries, and leave as many results: a sixteenth of the keys
+            split_keys = (keys / 16 + kStep - 1) / kStep * kStep;
+            if (split_keys < 4 * kStep) split_keys = 4 * kStep;
+            if (split_keys > 32 * kStep) split_keys = 32 * kStep;
+        }
         if (lists) split_keys = split_keys > a.block_size ? split_keys / a.block_size * a.block_size : a.block_size;
         splits = (keys + split_keys - 1) / split_keys;
         if (splits < 1) splits = 1;
     }
 
+    bool many() const { return shared >= kManyHeads && groups == 1; }
+
     int64_t tasks() const { return owners / groups * splits; }
 
-    template <class Math, class T>
+    // `Lanes` multiplies where heads are lanes.
+    template <class Math, class T, class Lanes>
     void run(int64_t index) const {
         int64_t owner = index / splits * groups, split = index % splits, head = owner * shared;
         KeyStream keys(a, head / (a.heads / a.kv_heads), a.q_start, a.q_start + 1);
@@ -60,6 +70,11 @@ struct DecodePlan {
             keys.part(split * split_keys, split_keys);
         }
         int64_t at = (owner * splits + split) * shared;
+        if (many()) {
+            PrefillTask<Lanes, T> task(a, head, shared, a.q_start, a.q_start + 1);
+            task.run_part(keys, o + at * a.head_dim, max + at, sum + at);
+            return;
+        }
         DecodeTask<Math, T> task(a, 0, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at);
         task.run(keys);
     }
@@ -90,7 +105,7 @@ struct DecodePlan {
     }
 };
 
-template <class Math, class T>
+template <class Math, class T, class Lanes = Math>
 void decode_typed(const Attention& a) {
     DecodePlan plan(a);
     int64_t rows = plan.owners * plan.splits * plan.shared;
@@ -99,7 +114,7 @@ void decode_typed(const Attention& a) {
     plan.sum = plan.max + rows;
     parallel_for(
         plan.tasks(), a.threads,
-        [](void* context, int64_t i) { static_cast<DecodePlan*>(context)->template run<Math, T>(i); }, &plan);
+        [](void* context, int64_t i) { static_cast<DecodePlan*>(context)->template run<Math, T, Lanes>(i); }, &plan);
     parallel_for(
         a.heads, plan.splits > 8 ? a.threads : 1,
         [](void* context, int64_t i) { static_cast<DecodePlan*>(context)->template merge<T>(i); }, &plan);

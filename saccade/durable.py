@@ -27,6 +27,7 @@ from saccade.save_queue import SaveQueue
 from saccade.segments import SEGMENT_TOKENS, Segment, Segments
 from saccade.session_heads import Head, Own, decode_head, encode_head, group_of
 from saccade.shared_store import SharedFileStore
+from saccade.snapshots import Snapshot, Snapshots
 from saccade.stores import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Kept:
-    """What the store has of a session that lives here: ``segments`` in order, true of the keys and values that stand
-    since ``mark``."""
+    """What the store has of a session that lives here: ``segments`` and ``snapshots`` in order, true of the keys and
+    values that stand since ``mark``."""
 
     segments: list[Segment]
     mark: int
+    snapshots: list[Snapshot]
+
+    @property
+    def keys(self) -> list[str]:
+        """Of their records."""
+        return [one.key for one in self.segments] + [one.key for one in self.snapshots]
 
 
 @dataclass
@@ -85,6 +92,7 @@ class DurableSessions:
         self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
         self.counts = self._groups.counts
         self.segments = Segments(store, self._groups, loop, segment)
+        self.snapshots = Snapshots(store, self._groups, loop)
         self._saves = SaveQueue("saccade-sessions")  # by group
 
     @property
@@ -231,20 +239,26 @@ class DurableSessions:
         saved.data["model"] = self._loop.engine.sessions.identity.data
         kept = self._kept.get(group)
         segments: list[Segment] = []
+        snapshots: list[Snapshot] = []
         if kept is not None:
             stood = captured.stood.get(kept.mark, 0)
             segments = [one for one in kept.segments if one.stop <= stood]
+            snapshots = [one for one in kept.snapshots if one.length <= stood]
         segments = self.segments.copy(group, number, captured, segments)
-        if not self._groups.put(self._groups.head(group), encode_head(Head(own, saved, segments))):
+        snapshots = self.snapshots.copy(group, number, captured, snapshots)
+        kept = Kept(segments, captured.mark, snapshots)
+        head = Head(own, saved, segments, snapshots=snapshots)
+        if not self._groups.put(self._groups.head(group), encode_head(head)):
             # What was said is kept in any case, and as many of the segments as there is room for.
-            while segments and self._groups.over(group, [one.key for one in segments]) > 0:
+            while snapshots and self._groups.over(group, kept.keys) > 0:
+                snapshots.pop()
+            while segments and self._groups.over(group, kept.keys) > 0:
                 segments.pop()
-            said = encode_head(Head(own, saved, segments), said_alone=True)
-            self._groups.put(self._groups.head(group), said, anyhow=True)
+            self._groups.put(self._groups.head(group), encode_head(head, said_alone=True), anyhow=True)
         if isinstance(self.store, SharedFileStore):
             self._stands(group, self.store.written(self._groups.head(group)))
-        self._kept[group] = Kept(segments, captured.mark)
-        self._groups.keep(group, [one.key for one in segments])
+        self._kept[group] = kept
+        self._groups.keep(group, kept.keys)
 
     # Restoring, on the caller's thread
 
@@ -269,11 +283,12 @@ class DurableSessions:
                 loaded, lost = self.segments.load(number, head.segments, saved)
                 if lost is None and damaged:
                     lost = f"damaged: {', '.join(damaged)}"
+                states = self.snapshots.load(number, head.snapshots, saved)
                 mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
-                own_ones = takewhile(lambda one: self._groups.has(one.key), loaded)  # others' may go at any time
-                if not isinstance(saved.data["model"], Mapping):  # segments of an older form are written anew
-                    own_ones = takewhile(lambda one: False, loaded)
-                self._kept[group] = Kept(list(own_ones), mark)
+                old = not isinstance(saved.data["model"], Mapping)  # segments of an older form are written anew
+                own_ones = takewhile(lambda one: not old and self._groups.has(one.key), loaded)  # others' may go
+                states = [one for one in states if self._groups.has(one.key)]
+                self._kept[group] = Kept(list(own_ones), mark, states)
         except BaseException:
             self._loop.forget(number)
             raise

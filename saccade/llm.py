@@ -71,7 +71,7 @@ class LLM:
         ranks, link = config.tensor_parallel_size, None
         if ranks > 1:
             link = RankLink(ranks)
-            self.model = shard_model(self.model, 0, ranks, link.sum)
+            self.model = shard_model(self.model, 0, ranks, link.joined)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu
         if config.backend == "auto" and not kernels.available():
@@ -80,7 +80,7 @@ class LLM:
         pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
         self.model.runner.turn_keys(pool.format.turned)
         if link is not None:
-            start_ranks(link, config, pool, exact)
+            start_ranks(link, config, pool, self.max_model_len, exact)
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact, link=link)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)

@@ -30,10 +30,7 @@ def make_pool(
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
-    spec, size = model.spec, config.block_size
-    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
-    turned = _turns(config, rows, model.device)
-    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size, rows, rows, turned)
+    spec, layers, layout = model.spec, model.spec.layers, layout_of(config, model)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
     found = None
@@ -82,6 +79,14 @@ def make_pool(
     return pool, found
 
 
+def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:
+    """How keys and values of ``model``, or of a rank's part, lie. SaccadeError where nothing reads ``kv_dtype``."""
+    spec = model.spec
+    rows = format_called(config.kv_dtype, spec.dtype, _reader(config.backend, model.device))
+    turned = _turns(config, rows, model)
+    return KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size, rows, rows, turned, spec.value_dim)
+
+
 def _reader(backend: str, device: torch.device) -> str:
     """What reads stored rows on ``device``, of row_formats.READERS."""
     if device.type != "cpu" or backend == "triton":
@@ -89,9 +94,16 @@ def _reader(backend: str, device: torch.device) -> str:
     return "reference" if backend == "reference" or not cpu.available() else "cpu"
 
 
-def _turns(config: EngineConfig, rows: RowFormat, device: torch.device) -> bool:
+def _turns(config: EngineConfig, rows: RowFormat, model: LoadedModel) -> bool:
     """Whether keys are stored in the basis of ``kv_rotate``."""
-    if config.kv_rotate and device.type != "cpu":
+    if model.spec.value_dim is not None:
+        if config.kv_rotate:
+            raise SaccadeError(
+                f"kv_rotate=True: {model.spec.family} stores latents, which are keys and values in one, and values are "
+                "not turned; leave kv_rotate out"
+            )
+        return False
+    if config.kv_rotate and model.device.type != "cpu":
         raise SaccadeError("kv_rotate=True: queries and keys are turned on a CPU alone; leave it out, or device='cpu'")
     return rows.turned if config.kv_rotate is None else config.kv_rotate
 

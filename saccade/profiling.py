@@ -17,6 +17,7 @@ import torch
 
 from saccade.engine.config import PROFILE, EngineConfig
 from saccade.engine.core import Engine
+from saccade.engine.expanded import ROOM
 from saccade.engine.params import SamplingParams
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
@@ -86,7 +87,8 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
         raise SaccadeError(
             f"kv_memory={PROFILE!r}: the profiling run failed ({str(error).splitlines()[0]}); give kv_memory in bytes"
         ) from error
-    steps = max(0, _peak(device) - before)
+    unseen = 0 if model.spec.value_dim is None else ROOM  # of keys and values of heads, which are few after so few rows
+    steps = max(0, _peak(device) - before) + unseen
     del pool, storage, states
     _end(device)
     share = SHARE["cuda" if device.type == "cuda" else "cpu"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -17,28 +18,32 @@ import torch.distributed as distributed
 from saccade.engine.attention import Watch
 from saccade.engine.config import EngineConfig
 from saccade.engine.host_calls import Setting
-from saccade.engine.rank_link import ANSWER_SECONDS, RankGroup, RankLink, failed, ready, send
+from saccade.engine.rank_link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
+from saccade.engine.rank_watch import SumCounts
 from saccade.engine.ranks import OtherRank
 from saccade.errors import brief
-from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
 from saccade.models.shards import shard_model
+from saccade.pools import layout_of, make_pool
 
 
 class Start(NamedTuple):
-    """What a rank is given first. ``blocks``: of its KV pool; ``threads``: of torch."""
+    """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
+    torch."""
 
     config: EngineConfig
     rank: int
     store: str
     blocks: int
+    length: int
     exact: bool
     threads: int
 
 
-def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, exact: bool) -> None:
+def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length: int, exact: bool) -> None:
     """Start the other ranks of ``link`` and wait for them. RanksLost, which says why, where one does not come up."""
     here = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
@@ -52,7 +57,7 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, exact:
             start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
         )
         link.processes.append(process)
-        start = Start(config, rank, str(link.store_path), pool.num_blocks, exact, torch.get_num_threads())
+        start = Start(config, rank, str(link.store_path), pool.num_blocks, length, exact, torch.get_num_threads())
         send(process, pickle.dumps(start))
     link.join()
 
@@ -66,19 +71,20 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
-            whole = load_model(
-                checkpoint_folder(config.model, config.revision), config.dtype, config.device, lora=config.lora
-            )
-        model = shard_model(whole, rank, ranks, lambda part: group[0].sum(part))
+            folder = checkpoint_folder(config.model, config.revision)
+            whole = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
+        model = shard_model(whole, rank, ranks, lambda: group[0])
         spec = model.spec
-        layout = KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size)
-        pool = BlockManager(KVStorage(layout, start.blocks, model.device), spec.layers)
+        memory = start.blocks * layout_of(config, model).block_bytes
+        pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)
+        model.runner.turn_keys(pool.format.turned)
         setting = Setting(spec, Calibrations(spec, model.path, rank, ranks), Watch(), config.backend, config.threads)
     except Exception as error:
         store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
         raise
     store.set(ready(rank), "")
-    group.append(RankGroup(store, rank, ranks, ANSWER_SECONDS))
+    counts = SumCounts(counts_path(Path(start.store)), ranks)
+    group.append(RankGroup(store, rank, ranks, ANSWER_SECONDS, counts))
     OtherRank(group[0], pool, model.runner, setting, start.exact).follow(messages)
 
 

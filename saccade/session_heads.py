@@ -12,6 +12,7 @@ from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, half_pair, shown, whole_number
 from saccade.records import Record, decode_record, encode_record
 from saccade.segments import Segment
+from saccade.snapshots import Snapshot
 
 HEAD = "saccade session head"
 OWN = "own/"  # before the names of the owner's tensors
@@ -31,13 +32,14 @@ class Own:
 
 @dataclass(frozen=True)
 class Head:
-    """``saved``: what the engine knows beside the keys and values in ``segments``; ``damaged``: those of its tensors
-    that are not what was written, which are left out."""
+    """``saved``: what the engine knows beside the keys and values in ``segments`` and the states in ``snapshots``;
+    ``damaged``: those of its tensors that are not what was written, which are left out."""
 
     own: Own
     saved: SavedSession
     segments: list[Segment]
     damaged: list[str] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
 
 
 def group_of(owner: str, name: str) -> str:
@@ -52,11 +54,13 @@ def group_of(owner: str, name: str) -> str:
 def encode_head(head: Head, said_alone: bool = False) -> bytes:
     """A record of a head; ``said_alone``: of the engine's tensors with the tokens alone."""
     own, parts = head.own, head.saved.tensors
-    about = {"group": own.group, "name": own.name, "owner": own.owner, "own": own.data}
-    listed = [[one.key, one.start, one.stop, one.seal] for one in head.segments]
+    about: dict[str, Any] = {"group": own.group, "name": own.name, "owner": own.owner, "own": own.data}
+    about["segments"] = [[one.key, one.start, one.stop, one.seal] for one in head.segments]
+    if head.snapshots:
+        about["snapshots"] = [[one.key, one.length, one.seal] for one in head.snapshots]
     tensors = {"tokens": parts["tokens"]} if said_alone else parts
     tensors = tensors | {f"{OWN}{key}": tensor for key, tensor in own.tensors.items()}
-    return encode_record(Record(HEAD, about | {"engine": head.saved.data, "segments": listed}, tensors))
+    return encode_record(Record(HEAD, about | {"engine": head.saved.data}, tensors))
 
 
 def decode_head(content: Any, called: str) -> Head:
@@ -76,6 +80,7 @@ def decode_head(content: Any, called: str) -> Head:
         SavedSession(data["engine"], parts),
         _segments(data["segments"], called),
         [name for name in record.damaged if not name.startswith(OWN)],
+        _snapshots(data.get("snapshots", []), data["engine"], called),
     )
 
 
@@ -88,4 +93,18 @@ def _segments(listed: list[Any], called: str) -> list[Segment]:
         if not right or not whole_number(one[1], stop, stop) or not whole_number(one[2], stop + 1):
             raise RequestError(f"{called} is malformed: {shown(one, 80)} is no segment from token {stop} on; forget it")
         made.append(Segment(*one))
+    return made
+
+
+def _snapshots(listed: Any, engine: dict[str, Any], called: str) -> list[Snapshot]:
+    """Those of a head, rising, each of fewer tokens than there are."""
+    made: list[Snapshot] = []
+    for one in listed if isinstance(listed, list) else [listed]:
+        least = made[-1].length + 1 if made else 1
+        right = isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) and isinstance(one[2], str)
+        if not right or not whole_number(one[1], least, max(0, engine["tokens"] - 1)):
+            raise RequestError(
+                f"{called} is malformed: {shown(one, 80)} is no snapshot after {least} tokens; forget it"
+            )
+        made.append(Snapshot(*one))
     return made

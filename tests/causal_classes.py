@@ -32,7 +32,8 @@ def small_config(model_type: str) -> dict[str, Any]:
     kind = CONFIG_MAPPING[model_type]
     try:
         known = kind().to_dict().keys()
-        config = kind(**{name: size for name, size in _SMALL.items() if name in known})
+        heads = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}  # which hold all heads' keys and values
+        config = kind(**{name: size for name, size in (_SMALL | heads).items() if name in known})
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(deepcopy(config))  # which may change what it is given
     except Exception:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from compiled_keeping import cases as keeping_cases
+from compiled_latents import cases as latent_cases
 from compiled_types import ALIGNED, OTHERS, STORED, TYPES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -82,7 +83,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (fp8._heads, {"HEADS": 28, "ALL": 32, "HEAD_DIM": 128, "WIDTH": 128, **E4M3}, {"num_warps": 4}),
         (row_shares._add, {"WIDTH": 1024}, {"num_warps": 4}),
         (row_shares._add, {"WIDTH": 8192}, {"num_warps": 8}),
-        (pages._copy, {"LISTS": 1, "PADDED": 1, "PIECES": 512, "TILES": 1, "WIDTH": pages.WORDS}, {"num_warps": 4}),
+        (
+            pages._copy,
+            {"LISTS": 1, "PADDED": 1, "PARTS": 2, "PIECES": 512, "TILES": 1, "WIDTH": pages.WORDS},
+            {"num_warps": 4},
+        ),
         (triton_blocks._cross, {"WIDTH": 1024}, {"num_warps": 4}),
     ]
     for span, lines_span, warps in ((1024, 4096, 16), (128, 1024, 4)):
@@ -148,6 +153,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (means._means, {**own, "EACH": 4, "LISTS": 8, "ROWS": 16, "TILE": tile, "LOG_SIZE": 4.0}, {"num_warps": 4})
         )
         blocks = {"SIZE": 128, "ROWS": 128 if width < 256 else 64, "KEYS": 64, "MODE": 2, "COPIED": False, "STAGES": 2}
+        blocks |= {"REST": 0, "V": width, "V_PAD": width}
         found.append((prefill._prefill, {**own, **blocks, "TILE": tile, "LOG_SIZE": 7.0}, {"num_warps": 8}))
         found.append((prefill_together._together, {**own, **blocks, "NUMBERS": 8}, {"num_warps": 8}))
         found += [
@@ -327,7 +333,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (batched_choice._search_chunks, {**listing, "CHUNK": batched_choice.CHUNK}, {"num_warps": 4}),
         (batched_choice._search_left, {**listing, "WIDTH": 1024, "LISTED": 128}, {"num_warps": 4}),
     ]
-    return found + keeping_cases()
+    return found + keeping_cases() + latent_cases()
 
 
 def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:

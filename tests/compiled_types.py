@@ -50,7 +50,17 @@ TYPES = {
     "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32", "taken": "*i8", "threshold": "fp32",
     "bar": "fp32", "elsewhere": "*i8", "state": "*i64", "best": "*fp64", "sums": "*i64", "listed": "*i64",
 }  # fmt: skip
-STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
+STORED = (
+    "q_ptr",
+    "k_pool",
+    "k_rest",
+    "v_pool",
+    "keys",
+    "values",
+    "mean_keys",
+    "mean_values",
+    "out",
+)  # of the storage dtype
 FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
 PLACES = dict.fromkeys(("scales", "least", "factors", "minima", "zeros", "more"), "i32")  # in a tile
 OTHERS = {

@@ -13,7 +13,7 @@ from saccade.methods.base import Query
 from saccade.methods.labels import Labels
 from saccade.methods.psa import PSA
 from saccade.methods.psa.estimates import keys_in_few_bits
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.batch import Pages
 from saccade.selection.forms import LABELS, Rule, Summarized
 from saccade.selection.readings import Choice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.batch import Pages
 
 KINDS = ("random", "tied", "equal", "falling", "rising", "zeros", "infinite", "close")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from drafters import Perfect, draft_by
 from engine_helpers import make, tokens
-from storm.breaks import Bench, breaks
+from storm.breaks import SPARSE, Bench, breaks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -140,6 +140,24 @@ def test_turns_that_break_anywhere():
     assert not wrong, "\n".join(wrong)
     assert counts["answered"] == 3 * 45
     assert counts["failed"] > 60
+
+
+FEW_POLICIES = ("topk(k=8)", "h2o(budget=16)", "lossless(draft=h2o(budget=16), tokens=3)", f"{SPARSE}+h2o(budget=16)")
+
+
+def test_turns_that_break_over_layers_that_keep_a_state():
+    counts, wrong = breaks(12, seed=5, policies=FEW_POLICIES, each=1, family="qwen3_5_text")
+    assert not wrong, "\n".join(wrong)
+    assert counts["answered"] == 3 * 12
+    assert counts["failed"] > 12
+    assert counts["drafted"] > 0
+    assert counts["computed again"] > 0
+
+
+def test_the_sweep_sees_a_state_that_kept_rows_that_were_taken_back(monkeypatch):
+    monkeypatch.setattr("saccade.kv.state_journal.StateJournal.run", lambda self, slot, rows: None)
+    _, wrong = breaks(8, seed=5, policies=FEW_POLICIES[:1], each=1, family="qwen3_5_text")
+    assert len(wrong) > 2
 
 
 def test_the_sweep_sees_a_session_that_remembers_a_broken_turn(monkeypatch):

@@ -128,6 +128,21 @@ def test_a_prefill_policy_stays_as_given(any_llm, prompts):
     assert list(map(tokens, got)) == list(map(tokens, windowed))
 
 
+@pytest.mark.parametrize("policy", [DRAFTS[0], DRAFTS[2]])
+def test_rows_that_are_verified_together_see_a_window(any_llm, prompts, policy):
+    """One that hides most of what each row would read."""
+    window = "psaw(phi=0.1, start_layer=1, sinks=1, local=0, block_size=1)"
+    want = any_llm.generate(prompts[:3], LONG, policy=window)
+    got = any_llm.generate(prompts[:3], LONG, policy=f"{lossless(policy)}+{window}")
+    dense = any_llm.generate(prompts[:3], LONG)
+    for ours, theirs, whole in zip(got, want, dense):
+        assert tokens(ours) == tokens(theirs) != tokens(whole)
+        for one, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs):
+            for token in one:
+                assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    assert sum(output.report["speculation"]["drafted"] for output in got) > 0
+
+
 ENDS: tuple[dict[str, Any], ...] = (
     {"max_tokens": 3},
     {"max_tokens": 1},

@@ -140,3 +140,21 @@ def test_steps_that_are_replayed_and_held_against_the_truth(pair, batched):
     (left,), (right,) = (batched.generate([ids], one, policy=policy) for one in (plain, audited))
     assert tokens(left) == tokens(right)
     assert right.report["audit"]["agreement"]["samples"] > 0
+
+
+@costly
+def test_drafts_by_recorded_steps_are_verified_by_the_host(pair, batched):
+    """Draft steps move states from slot to slot; what stood before them is what the verification goes on from."""
+    prompts = [random_ids(length, seed=length) for length in (33, 61)]
+    params = replace(LONG, max_tokens=14)
+    drafted = "lossless(draft=quest(budget=32, block_size=16, dense_layers=0), tokens=4, lookup=2)"
+    plain, outputs = (batched.generate(prompts, params, policy=one) for one in ("dense", drafted))
+    for ids, output, other in zip(prompts, outputs, plain):
+        pair.check(ids, output)
+        assert tokens(output) == tokens(other)
+        said = output.report["speculation"]
+        assert said["drafted"] > 0
+        assert output.report["recomputed_tokens"] == 0
+        assert output.report["notes"] == []
+    assert sum(output.report["accepted_tokens"] < output.report["drafted_tokens"] for output in outputs) > 0
+    assert batched.pool.states.pinned == 0

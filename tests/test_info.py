@@ -20,7 +20,7 @@ from saccade.models.families import FAMILIES
 from saccade.models.loader import load_model
 from saccade.models.text_part import WRAPPERS
 
-QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm", "lfm2", "qwen3_5_text")
+QUICK = ("llama", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "cwm", "lfm2", "qwen3_5_text", "deepseek_v2")
 
 
 def config_alone(folder: Path, to: Path) -> Path:
@@ -47,12 +47,14 @@ def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     assert (facts.head_dim, facts.layer_windows, facts.context) == (spec.head_dim, spec.windows, spec.max_position)
     assert facts.weight_bytes == here.weight_bytes == sum(one.nbytes for one in model.runner.weights.values())
     assert (facts.parameters, facts.weights_here, here.weights_here) == (here.parameters, False, True)
-    assert facts.token_bytes == 2 * spec.layers * spec.kv_heads * spec.head_dim * 4
+    rows = 2 if spec.value_dim is None else 1
+    assert facts.latent == (rows == 1)
+    assert facts.token_bytes == rows * spec.layers * spec.kv_heads * spec.head_dim * 4
     experts = any(".experts." in name for name in model.runner.weights)
     assert facts.step_bytes <= model.weight_bytes if experts else facts.step_bytes == model.weight_bytes
     for tokens in (1, 6, 8, 100):
         read = sum(min(tokens, window or tokens) for window in spec.windows)
-        assert facts.kv_bytes(tokens) == read * 2 * spec.kv_heads * spec.head_dim * 4
+        assert facts.kv_bytes(tokens) == read * rows * spec.kv_heads * spec.head_dim * 4
 
 
 LLAMA_8B = {
@@ -238,6 +240,7 @@ SOME = (
     "bert",
     "deepseek_v3",
     "falcon_mamba",
+    "longcat_flash",
     "gemma3",
     "gemma3n",
     "gemma4_text",

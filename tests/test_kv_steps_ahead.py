@@ -17,7 +17,7 @@ from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, listed
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts
 from saccade.ops.triton import pages, residency
-from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.batch import KeyLists, Pages
 
 LAYERS, HEADS, SIZE, WIDTH, MOST = 2, 2, 16, 8, 20  # of keys a block, numbers a key, blocks a sequence
 

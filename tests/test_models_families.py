@@ -58,6 +58,7 @@ VARIANTS = [
     ("smollm3-window", "smollm3", {"use_sliding_window": True, "sliding_window": 7}),
     ("gemma2-no-caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("granitemoehybrid-unrotated", "granitemoehybrid", {"position_embedding_type": None}),
+    ("deepseek_v2-lite", "deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None, "attention_bias": False}),
     ("phi3-partial-rope", "phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
 ]
 CASES = [(family, family, {}) for family in CONFIGS] + VARIANTS

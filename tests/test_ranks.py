@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import queue
-import signal
-import threading
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import fork_server
 import pytest
 import torch
 from engine_helpers import EVERY, finish
+from rank_helpers import BLOCKS, CLOSE, LAYERS, PROMPTS, greedy, make, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, ranks
-from saccade.engine import rank_link
 from saccade.engine.config import EngineConfig
-from saccade.engine.host_pass import HostPass
 from saccade.engine.observe import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.rank_limits import why_not
-from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, send
-from saccade.engine.ranks import OtherRank
-from saccade.engine.worker import Worker
-from saccade.errors import ModelError, PolicyError, RequestError, SaccadeError
-from saccade.kv.format import KVFormat
+from saccade.errors import PolicyError, RequestError, SaccadeError
 from saccade.methods import labels, prehoc
 from saccade.methods.offline import KINDS
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations, save_calibration
 from saccade.models.loader import load_model
-from saccade.models.shards import shard, shard_model
-from saccade.ranks import Start, serve
-
-LAYERS, BLOCKS = 3, 40  # of 32 tokens a layer: less than all requests below take at once
-PROMPTS = [random_ids(length, seed=length) for length in (230, 150, 301, 64, 333)]
-CLOSE = 1e-4  # of log-probabilities
-
-
-def make(folder, ranks: int, **options) -> LLM:
-    memory = LAYERS * BLOCKS * KVFormat(torch.float32, 2 // ranks, 16, 32).block_bytes  # each rank's own
-    settings = {"dtype": "float32", "prefill_chunk": 64, "device": "cpu", "threads": 1, "kv_memory": memory}
-    return LLM(folder, tensor_parallel_size=ranks, **{"enable_prefix_caching": False, **settings, **options})
+from saccade.models.shards import shard
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +54,6 @@ def quickly_started():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "subprocess", fork_server.SUBPROCESS)
         yield
-
-
-def greedy(count: int = 8, **more) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2, **more)
-
-
-def same(one, two) -> None:
-    """Equal tokens, and log-probabilities that differ by rounding."""
-    assert [output.error for output in (*one, *two)] == [None] * (len(one) + len(two))
-    for own, other in zip(one, two, strict=True):
-        for mine, theirs in zip(own.outputs, other.outputs, strict=True):
-            assert mine.token_ids == theirs.token_ids
-            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=CLOSE)
-            for left, right in zip(mine.logprobs or [], theirs.logprobs or [], strict=True):
-                assert {token: at.logprob for token, at in left.items()} == pytest.approx(
-                    {token: at.logprob for token, at in right.items()}, abs=CLOSE
-                )
 
 
 def test_each_rank_stores_its_own_heads(pair):
@@ -339,10 +299,8 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
     [
         ({"policy": "hshare"}, PolicyError, "of hshare, heads take the sets of others that are like them"),
         ({"device": "cuda"}, SaccadeError, "device='cpu'"),
-        ({"quantize": "fp8_reference"}, SaccadeError, "leave quantize out, or give tensor_parallel_size=1"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),
         ({"kv_memory": "profile"}, SaccadeError, "kv_memory='profile' does not go with"),
-        ({"kv_disk": "tier:1GiB"}, SaccadeError, "leave kv_disk out"),
         ({"tensor_parallel_size": 0}, SaccadeError, "tensor_parallel_size=0 must be an integer >= 1"),
         ({"tensor_parallel_size": True}, SaccadeError, "must be an integer >= 1"),
     ],
@@ -350,172 +308,3 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
 def test_settings_that_do_not_go_together(options, error, said):
     with pytest.raises(error, match=said):
         EngineConfig(**{"model": "retriever", "device": "cpu", "tensor_parallel_size": 2, **options})
-
-
-def test_heads_that_cannot_be_shared_out(tiny_llama, tmp_path):
-    spec = load_model(tiny_llama).spec
-    assert (shard(spec, 2).heads, shard(spec, 2).kv_heads) == (2, 1)
-    with pytest.raises(ModelError, match="the model's 2 KV heads evenly; use 1 or 2"):
-        LLM(tiny_llama, tensor_parallel_size=3, device="cpu", enable_prefix_caching=False)
-    with pytest.raises(ModelError, match="use 1 or 2 or 3 or 6"):
-        shard(replace(spec, heads=12, kv_heads=6), 4)
-    other = make_checkpoint("gemma3_text", tmp_path / "gemma")
-    with pytest.raises(ModelError, match=r"layers are Llama's.*use tensor_parallel_size=1"):
-        shard_model(load_model(other), 0, 1, torch.Tensor.clone)
-
-
-@pytest.mark.parametrize("width", [48, 51])
-def test_parts_add_up_to_the_whole(tmp_path, width):
-    """Each rank's part of a layer with biases, added up, is the layer; an MLP of odd width stays whole."""
-    folder = make_checkpoint("qwen2", tmp_path, intermediate_size=width)
-    model = load_model(folder, "float32")
-    noted: list[torch.Tensor] = []
-    parts = [shard_model(model, rank, 2, lambda part: noted.append(part) or part) for rank in (0, 1)]
-    whole = model.runner.llama.kernels(1000).layers[1]
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, model.config.hidden_size, generator=rng)
-    cos, sin = torch.ones(5, model.spec.head_dim), torch.zeros(5, model.spec.head_dim)
-    want = whole.project(hidden.clone(), cos, sin)
-    got = [part.runner.llama.kernels(5).layers[1].project(hidden.clone(), cos, sin) for part in parts]
-    for number in range(3):
-        torch.testing.assert_close(torch.cat([one[number] for one in got]), want[number])
-    attended = torch.randn(model.spec.heads, 5, model.spec.head_dim, generator=rng)
-    for part, own in zip(parts, attended.chunk(2)):
-        part.runner.llama.kernels(5).layers[1].finish(hidden.clone(), own)
-    assert len(noted) == (4 if width == 48 else 2)
-    output = model.runner.llama.weights.layers[1].output
-    rows = attended.transpose(0, 1).reshape(5, -1)
-    torch.testing.assert_close(noted[0] + noted[len(noted) // 2], rows @ output.weight.T)
-
-
-def test_a_rank_that_dies(pair):
-    """What runs ends with an error that names it, so does what comes later, at once; the process lives on."""
-    one, two = pair
-    engine = two.engine
-    first, second = (engine.add(ids, greedy(30), Policy()) for ids in PROMPTS[:2])
-    while len(second.output_ids) < 3:
-        engine.step()
-    os.kill(engine.link.processes[0].pid, signal.SIGKILL)
-    finish(engine)
-    for request in (first, second):
-        assert "rank 1 of 2 ended by itself, with exit code -9" in request.error
-        assert "close this engine and begin another" in request.error
-    with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended"):
-        assert "RanksLost" in two.generate(PROMPTS[3], greedy(2))[0].error
-    assert (one.loop.alive, two.loop.alive) == (True, False)  # by which a server begins another engine
-    assert one.generate(PROMPTS[3], greedy(2))[0].error is None
-
-
-@pytest.fixture
-def on_a_thread(monkeypatch):
-    """The other rank runs on a thread of this process: what breaks it can be planted."""
-    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 5.0)
-    messages: queue.Queue = queue.Queue()
-    threads = []
-
-    def follow(start: Start) -> None:
-        with suppress(OSError):
-            serve(start, iter(messages.get, None))
-        gc.collect()  # closes its connections, as the end of a process does
-
-    def started(link, config, pool, exact) -> None:
-        start = Start(config, 1, str(link.store_path), pool.num_blocks, exact, torch.get_num_threads())
-        threads.append(threading.Thread(target=follow, args=(start,)))
-        threads[-1].start()
-        link.tell, link.tell_each = messages.put, lambda each: messages.put(each[0])
-        link.join()
-
-    monkeypatch.setattr("saccade.llm.start_ranks", started)
-    yield
-    messages.put(None)
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_what_fails_in_another_rank_alone(tiny_llama, on_a_thread, monkeypatch):
-    """A request that one rank fails has an error; others go on."""
-
-    def failing(self, step, *more):
-        result = Worker.run(self, step, *more)
-        for one in step.scheduled:
-            if one.start == len(PROMPTS[3]) + 2:
-                result.requests[one.request_id].error = "planted"
-        return result
-
-    monkeypatch.setattr(OtherRank, "run", failing)
-    with make(tiny_llama, 2) as llm:
-        first, second = (llm.engine.add(ids, greedy(6), Policy()) for ids in (PROMPTS[3], PROMPTS[1]))
-        finish(llm.engine)
-        assert first.error == "decode: it failed in another rank"
-        assert second.error is None
-        assert llm.pool.used_blocks == 0
-        assert llm.generate(PROMPTS[1], greedy(6))[0].outputs[0].token_ids == second.final_ids
-
-
-def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
-    """It ends, since it is in another layer than the first; that one's engine lives on without it."""
-
-    def breaking(self):
-        if self.runner in others and self.step.scheduled[0].phase == "decode":
-            raise OSError("planted")
-        return real(self)
-
-    def beginning(self, group, pool, runner, *given):
-        others.append(runner)
-        begin(self, group, pool, runner, *given)
-
-    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 2.0)  # which it waits for in vain
-    real, begin, others = HostPass.steps, OtherRank.__init__, []
-    monkeypatch.setattr(HostPass, "steps", breaking)
-    monkeypatch.setattr(OtherRank, "__init__", beginning)
-    with make(tiny_llama, 2) as llm:
-        request = llm.engine.add(PROMPTS[3], greedy(6), Policy())
-        finish(llm.engine)
-        assert "the 2 ranks are out of step: RuntimeError" in request.error
-        assert "close this engine and begin another" in request.error
-        assert llm.pool.used_blocks == 0
-
-
-def test_a_rank_that_cannot_load_its_model_says_why(tmp_path):
-    link = RankLink(2)
-    link.processes.append(SimpleNamespace(poll=lambda: None, stdin=None, wait=lambda seconds: 0))
-    config = EngineConfig(model=tmp_path, device="cpu", tensor_parallel_size=2)
-    with pytest.raises(SaccadeError):
-        serve(Start(config, 1, str(link.store_path), 3, True, torch.get_num_threads()), iter(()))
-    with pytest.raises(RanksLost, match=r"rank 1 of 2: ModelError: .*config.json.*close this engine"):
-        link.join()
-    with pytest.raises(RanksLost, match=r"config\.json"):
-        link.tell("anything")
-    assert not link.store_path.parent.exists()
-
-
-def test_a_rank_that_does_not_come_is_waited_for_no_longer(monkeypatch):
-    """Neither for a sum nor to read a message."""
-    monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 0.3)
-    link, groups = RankLink(2), {}
-
-    def join(rank: int) -> None:
-        groups[rank] = RankGroup(link._store if rank == 0 else store, rank, 2, rank_link.ANSWER_SECONDS)
-
-    store = torch.distributed.FileStore(str(link.store_path), 2)
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    both: dict[int, torch.Tensor] = {}
-    other = threading.Thread(target=lambda: both.update({1: groups[1].sum(torch.tensor([1.5, 2.0]))}))
-    other.start()
-    both[0] = groups[0].sum(torch.tensor([0.5, -2.0]))
-    other.join()
-    assert both[0].tolist() == both[1].tolist() == [2.0, 0.0]
-    with pytest.raises(RuntimeError):
-        groups[0].sum(torch.ones(2))  # rank 1 does not call it
-    reading, writing = os.pipe()
-    process = SimpleNamespace(stdin=os.fdopen(writing, "wb", buffering=0))
-    with pytest.raises(TimeoutError, match=r"read nothing for 0\.3 seconds"):
-        send(process, b"x" * (1 << 22))
-    os.close(reading)
-    process.stdin.close()
-    link.close()

@@ -385,6 +385,7 @@ def test_states_are_shown_of_models_that_keep_some():
         "saccade:layer_states_in_use": 1,
         "saccade:layer_states_snapshots": 0,
         "saccade:layer_states_given_up": 0,
+        "saccade:layer_states_orphaned": 0,
         "saccade:layer_states_bytes": 5 * 2 * 3 * 4,
     }
     assert shown(None) == {}

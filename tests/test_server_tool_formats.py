@@ -21,6 +21,7 @@ from saccade.server.messages import conversation
 from saccade.server.reader import Reader
 from saccade.server.tool_formats import FORMATS, UNKNOWN, format_of
 from saccade.server.tool_formats.harmony import MARKS, HarmonyReader, channel_grammar
+from saccade.server.tool_formats.parts import Begun
 from saccade.server.tool_formats.words import Words
 
 TOOLS_SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -43,6 +44,13 @@ DEEP = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>",
 )
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
 PYTHON = (
     "{{ c.function.name }}(" + PARAMETERS + "{{ k }}={% if v is string %}{{ v | tojson }}{% elif v is none %}None"
     "{% elif v is true %}True{% elif v is false %}False{% else %}{{ v | tojson }}{% endif %}" + COMMA + END + ")"
@@ -51,6 +59,14 @@ PYTHON = (
 
 def json_call(arguments: str = "arguments") -> str:
     return JSON_CALL.replace("ARGUMENTS", arguments)
+
+
+def dsml(block: str) -> str:
+    return (
+        "{% if m.tool_calls %}<｜DSML｜" + block + ">\n" + EACH + '<｜DSML｜invoke name="{{ c.function.name }}">\n'
+        + PARAMETERS + '<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">' + VALUE
+        + "</｜DSML｜parameter>\n" + END + "</｜DSML｜invoke>\n" + END + "</｜DSML｜" + block + ">{% endif %}"
+    )  # fmt: skip
 
 
 # How templates of each family write an assistant's turn, in our own words: facts of the format, and little else.
@@ -74,6 +90,11 @@ CALLS: dict[str, str] = {
     "deepseek_v31": "{% if m.tool_calls is defined %}{% if m.content is not none %}{{ m.content }}{% endif %}" + DEEP[0]
     + EACH + "{{ '" + DEEP[2] + "' + c.function.name + '" + DEEP[4] + "' + c.function.arguments + '" + DEEP[3]
     + "' }}" + END + DEEP[1] + "{% else %}{{ m.content }}{% endif %}",
+    "deepseek_v32": SAID + dsml("function_calls"),
+    "deepseek_v4": SAID + dsml("tool_calls"),
+    "kimi_k2": SAID + "{% if m.tool_calls %}<|tool_calls_section_begin|>" + EACH + "<|tool_call_begin|>functions."
+    "{{ c.function.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}"
+    "<|tool_call_end|>" + END + "<|tool_calls_section_end|>{% endif %}",
     "llama3_json": SAID + EACH + json_call("parameters") + END + "{# <|start_header_id|> #}",
     "llama4_json": SAID + EACH + json_call("parameters") + END + "{# <|header_start|> #}",
     "pythonic": SAID + "{% if m.tool_calls %}[" + EACH + PYTHON + COMMA + END + "]{% endif %}{# [f(a=1)] #}",
@@ -247,6 +268,21 @@ ODD = [
     ("llama4_pythonic", "so <|python_start|>[h(a=1)]<|python_end|>", ["so ", ("h", '{"a": 1}')]),
     ("llama4_pythonic", "[f(n=1)]", [("f", '{"n": 1}')]),
     ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {}}]<|tool_call_end|>hi', [("f", "{}"), "hi"]),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="n">5'
+     '</｜DSML｜parameter><｜DSML｜parameter name="q" string="false">[1]</｜DSML｜parameter>'
+     '<｜DSML｜parameter name="s" string="false">a b'
+     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", [("f", '{"n": 5, "q": [1], "s": "a b"}')]),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">'
+     "a </｜DSML｜parameter> b</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls> done",
+     [("f", '{"s": "a </｜DSML｜parameter> b"}'), " done"]),
+    ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="maybe">x',
+     None),
+    ("deepseek_v4", '<｜DSML｜function_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜function_calls>',
+     None),
+    ("kimi_k2", KIMI[0] + KIMI[1] + "f" + KIMI[2] + "{}" + KIMI[3] + KIMI[4] + "so", [("f", "{}"), "so"]),
+    ("kimi_k2", KIMI[0] + KIMI[1] + "functions.a.b:12" + KIMI[2] + "{}", [("a.b", "{}")]),
+    ("kimi_k2", KIMI[0] + KIMI[1] + "functions.f:x" + KIMI[2] + "{}" + KIMI[3] + KIMI[4], None),
+    ("kimi_k2", KIMI[0] + KIMI[4], None),
     ("llama4_json", '{"name": "f", "parameters": {}}{"name": "g-2", "parameters": {}}', [("f", "{}"), ("g-2", "{}")]),
     ("hermes", "<tool_call>" * 12 + '{"name": "f", "arguments": {}}</tool_call>',
      ["<tool_call>" * 11, ("f", "{}")]),
@@ -257,6 +293,16 @@ ODD = [
 @pytest.mark.parametrize(("name", "text", "wanted"), ODD)
 def test_odd_answers(name, text, wanted):
     assert read(name, text) == ([text] if wanted is None else wanted)
+
+
+def test_kimis_calls_keep_the_ids_that_its_template_shows_again():
+    """One that comes twice gets another the second time."""
+    calls = "".join(f"{KIMI[1]}functions.{one}{KIMI[2]}{{}}{KIMI[3]}" for one in ("f:3", "g-2:4", "f:3"))
+    parts = FORMATS["kimi_k2"].reader(TOOLS).feed(KIMI[0] + calls + KIMI[4], True)
+    first, second, third = [part for part in parts if isinstance(part, Begun)]
+    assert (first.id, first.name, second.id, second.name) == ("functions.f:3", "f", "functions.g-2:4", "g-2")
+    assert third.name == "f"
+    assert third.id.startswith("call_")
 
 
 @pytest.mark.parametrize(

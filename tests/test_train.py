@@ -102,6 +102,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypa
         options = {
             "size": "XS", "out": folder, "seed": 1, "optimizer": "muon", "rate": 2e-3, "batch": 512, "scale": 1.0,
             "decay": 0.25, "every": 2, "longest": 256, "minutes": 1e9, "workers": 1, "device": "cpu", "hybrid": False,
+            "paced": False,
         }  # fmt: skip
         training = reference.Run(argparse.Namespace(**{**options, **changes}))
         training.train()

@@ -9,7 +9,8 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Call, attend, run
-from saccade.ops.triton.decode import attend_decode, even_splits
+from saccade.ops.triton.batch import even_splits
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import key_lists, pages_of
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Shape, Tokens

@@ -24,11 +24,12 @@ from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import NamedTensors, read_weights
 from saccade.models.loader import load_model
 from saccade.ops import Call, attend, run
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_choice import choose_in_parts
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
 from saccade.ops.triton.block_summaries import summarize
-from saccade.ops.triton.decode import Pages, attend_decode
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection import Band, Blocks, Dense, Ranking
 from saccade.selection.forms import Rule, Summarized

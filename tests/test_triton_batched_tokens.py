@@ -11,12 +11,12 @@ from test_triton_batched import DIM, HEADS, KV_HEADS, Rows
 from saccade.methods.base import Query
 from saccade.ops import candidates, run
 from saccade.ops.call import Call
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_decode import append_rows
 from saccade.ops.triton.batched_lists import choose_keys, kept_lists, new_lists, seen_lists
 from saccade.ops.triton.batched_rows import LayerRows, hidden_keys, listed
 from saccade.ops.triton.batched_tokens import score_keys
 from saccade.ops.triton.batched_weights import weigh_lists
-from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.weights import selected_weights
 from saccade.selection import Band, Candidates, Cone, Dense, Tokens, cut
 

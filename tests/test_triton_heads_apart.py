@@ -12,10 +12,11 @@ from test_triton_batched import Rows
 
 from saccade.kv.view import KVView
 from saccade.ops import Call, attend, run
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_decode import append_rows, score_blocks
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.block_sums import line_sums
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.line_sums import token_sums
 from saccade.ops.triton.prefill import Config, attend_prefill

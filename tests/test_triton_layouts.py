@@ -18,7 +18,8 @@ from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.ops import attend
 from saccade.ops.triton import batched_decode, batched_rank, block_pairs, block_sums, choose, line_sums, rows
-from saccade.ops.triton.decode import KeyLists, attend_decode
+from saccade.ops.triton.batch import KeyLists
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill

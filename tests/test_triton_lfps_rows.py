@@ -23,8 +23,8 @@ from saccade.methods.lfps.tables import ScoreTables, learnt
 from saccade.methods.lfps.triton_row_learning import take_in
 from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
 from saccade.ops.triton import batched_best, best_near
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_rows import LayerRows, listed
-from saccade.ops.triton.decode import Pages
 
 HEADS, KV_HEADS, LENGTHS, LONGEST = 4, 2, [0, 77, 250], 256
 OPTIONS = [

@@ -12,13 +12,14 @@ from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.host import HostTier
 from saccade.ops.triton import pages, residency
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.batch import KeyLists, Pages
+from saccade.ops.triton.decode import attend_decode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 32, 48), (8, 32, 128)])
-def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape):
-    source, target = (tuple(torch.randn(count, *shape).to(dtype) for _ in range(2)) for count in (9, 7))
+@pytest.mark.parametrize(("shape", "parts"), [((1, 16, 16), 2), ((3, 32, 48), 2), ((8, 32, 128), 2), ((1, 32, 72), 1)])
+def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape, parts):
+    source, target = (tuple(torch.randn(count, *shape).to(dtype) for _ in range(parts)) for count in (9, 7))
     want = [part.clone() for part in target]
     which, where = torch.tensor([8, 1, 4]), torch.tensor([0, 6, 2])
     pages.copy_blocks(source, which, target, where)
@@ -31,6 +32,14 @@ def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape):
     for ours, expected, got in zip(source, want, target):
         expected[[5, 1]] = ours[[3, 5]]
         assert torch.equal(got, expected)
+
+
+def test_blocks_whose_values_are_channels_of_their_keys_are_copied_once():
+    source, target = torch.randn(9, 1, 16, 48), torch.randn(7, 1, 16, 48)
+    want, which, where = target.clone(), torch.tensor([8, 1, 4]), torch.tensor([0, 6, 2])
+    want[where] = source[which]
+    pages.copy_blocks((source,), which, (target,), where)
+    assert torch.equal(target, want)
 
 
 @pytest.mark.parametrize("apart", [False, True])

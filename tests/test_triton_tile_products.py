@@ -98,7 +98,9 @@ def test_experts_of_a_layer_in_three_launches():
     tiles = {part: [TileMatrix.of_weights(one) for one in own] for part, own in held.items()}
     x, weights = draw(5, 256, seed=1), torch.rand(5, 2, generator=torch.Generator().manual_seed(2))
     chosen = torch.tensor([[0, 3], [1, 0], [3, 2], [2, 1], [0, 1]])
-    apart, together = (MatrixExperts(*own.values(), lambda gate, up: silu(gate) * up) for own in (held, tiles))
+    apart, together = (
+        MatrixExperts([own["gate"], own["up"]], own["down"], lambda gate, up: silu(gate) * up) for own in (held, tiles)
+    )
     assert apart.together is None
     assert together.together is not None
     wanted = apart(x, chosen, weights)

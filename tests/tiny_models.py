@@ -62,6 +62,25 @@ _PARTIAL = {
     "mrope_interleaved": True,
 }
 
+_LATENT = {  # rows of 48 channels, whole vectors, of which 32 are values; heads of 28, with values of 20
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "attention_bias": True,
+}
+_GROUPS = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+
 REQUIRED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "glm4", "smollm3", "granite")
 
 # What each family sets beyond the base, chosen so that every per-family step changes the logits.
@@ -190,6 +209,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
         **_MAMBA,
     },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "nemotron_h": {
+        "head_dim": 16,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 24,
+        "routed_scaling_factor": 1.5,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_next": {
         "num_experts": 4,
         "shared_expert_intermediate_size": 32,
@@ -199,6 +234,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         **_MOE,
     },
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1, **_LATENT, **_GROUPS, **_MOE},
+    "deepseek_v3": {"first_k_dense_replace": 1, "rope_parameters": _YARN, **_LATENT, **_GROUPS, **_MOE},
+    "glm4_moe_lite": {**_LATENT, **_GROUPS, **_MOE},
+    "youtu": _LATENT,
     "qwen3_5_text": {"rope_parameters": _PARTIAL, **_DELTA},
     "qwen3_5_moe_text": {
         "num_experts": 4,
@@ -233,6 +272,9 @@ def make_checkpoint(family: str, folder: Path, *, seed: int = 0, tokenizer: bool
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise * (0.5 if "embed" in name else 0.2))
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     if tokenizer:

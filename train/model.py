@@ -34,6 +34,7 @@ SIZES = {
     "XS": Shape(128, 4, 4, 2, 352, head_dim=32),
     "S": Shape(256, 6, 4, 1, 704),
     "M": Shape(384, 8, 6, 2, 1024),
+    "H": Shape(256, 8, 4, 1, 704),  # of the hybrid: four of its layers attend
 }
 
 

@@ -3,7 +3,8 @@
 The curriculum goes from short to long contexts; every stage keeps some of the shorter ones. Data are made while
 training, by worker processes, as a function of the seed, the step and the task mix, which moves towards what is not
 mastered yet. Learning rate: linear warm-up, constant, linear decay over the last part (WSD), so that a run can be
-prolonged from any checkpoint before the decay.
+prolonged from any checkpoint before the decay. With ``--paced`` stages and decay follow the clock in place of tokens:
+the run is whole after ``--minutes`` on any machine, but two runs are not the same.
 """
 
 from __future__ import annotations
@@ -126,9 +127,11 @@ class Run:
             groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
             self.optimizers = [torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=fused)]
         self.mixes = [(0, {task: float(weight) for task, weight in data.MIX.items()})]  # from which step each holds
-        self.step = 0
+        self.step, self.seconds = 0, 0.0  # seconds: of the clock, in runs before this one
+        self.began = time.monotonic()
         self.steps = [round(stage.tokens * options.scale * 1e6 / options.batch) for stage in CURRICULUM]
         self.total = sum(self.steps)
+        self.ends = np.cumsum([stage.tokens for stage in CURRICULUM]) / sum(stage.tokens for stage in CURRICULUM)
         self.out = Path(options.out)
         self.out.mkdir(parents=True, exist_ok=True)
         if (self.out / "state.pt").exists():
@@ -136,14 +139,14 @@ class Run:
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
-            self.mixes, self.step = state["mixes"], state["step"]
+            self.mixes, self.step, self.seconds = state["mixes"], state["step"], state["seconds"]
         self.batches = Batches(options.workers, min(4 * options.workers, DELAY))
         self.validation: dict[int, list[dict]] = {}
 
     def order(self, step: int) -> tuple | None:
-        if step >= self.total:
+        if step >= self.total and not self.options.paced:
             return None
-        stage = CURRICULUM[int(np.searchsorted(np.cumsum(self.steps), step, side="right"))]
+        stage = self._stage(step)
         rng = data.Rng("length", self.options.seed, step)
         length = stage.lengths[weighted(rng, [share for _, share in stage.lengths])][0]
         rows = max(1, self.options.batch // length)
@@ -154,8 +157,16 @@ class Run:
 
     def rate(self) -> float:
         warm = min(1.0, (self.step + 1) / 200)
-        left = (self.total - self.step) / (self.total * self.options.decay)
-        return self.peak * min(warm, left, 1.0)
+        return self.peak * min(warm, (1.0 - self.progress(self.step)) / self.options.decay, 1.0)
+
+    def clock(self) -> float:
+        return self.seconds + time.monotonic() - self.began
+
+    def progress(self, step: int) -> float:
+        """Share of the run that lies before ``step``."""
+        if self.options.paced:
+            return min(1.0, self.clock() / (60 * self.options.minutes))
+        return step / self.total
 
     def validate(self, longest: int, passes: int) -> dict[int, dict[str, float]]:
         """Per length and task: share of answers foretold whole (each token from the true ones before it, which for a
@@ -205,16 +216,28 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mixes": self.mixes,
             "step": self.step,
+            "seconds": self.clock(),
         }
         torch.save(state, self.out / "state.part")
         os.replace(self.out / "state.part", self.out / "state.pt")
         written = hybrid.export if self.options.hybrid else export
         written(self.model.state_dict(), self.model.shape, self.out / "checkpoint")
 
+    def compile(self) -> None:
+        """Compiles what the run needs, so that a paced run's clock does not count it."""
+        batch = tensors(data.make_batch(("compile",), 256, ["vt"] * (self.options.batch // 256)), self.device)
+        self.model.forward(*batch)[0].backward()
+        with torch.no_grad():
+            self.model.forward(*batch)
+        self.model.zero_grad(set_to_none=True)
+
     def train(self) -> None:
-        began = time.monotonic()
+        if self.options.paced:
+            self.compile()
+        self.began = began = time.monotonic()
         seen, mean = 0, 0.0
-        while self.step < self.total and time.monotonic() - began < 60 * self.options.minutes:
+        limit = 60 * self.options.minutes - (self.seconds if self.options.paced else 0.0)
+        while (self.options.paced or self.step < self.total) and time.monotonic() - began < limit:
             batch = self.batches.get(self.step, self.order)
             rate = self.rate()
             for optimizer in self.optimizers:
@@ -235,7 +258,7 @@ class Run:
                     speed=round(seen / (time.monotonic() - began) / 1e6, 3), seconds=round(time.monotonic() - began),
                 )  # fmt: skip
             if self.step % self.options.every == 0:
-                longest = max(length for length, _ in self._stage().lengths)
+                longest = max(length for length, _ in self._stage(self.step).lengths)
                 scores = self.validate(max(longest, 256), 4 if self.device == "cuda" else 1)
                 self.log(scores=scores)
                 self.shift_mix(scores[max(scores)])
@@ -244,9 +267,12 @@ class Run:
         self.save()
         self.batches.pool.shutdown(cancel_futures=True)
 
-    def _stage(self) -> Stage:
-        index = int(np.searchsorted(np.cumsum(self.steps), min(self.step, self.total - 1), side="right"))
-        return CURRICULUM[index]
+    def _stage(self, step: int) -> Stage:
+        if self.options.paced:
+            index = int(np.searchsorted(self.ends, self.progress(step), side="right"))
+        else:
+            index = int(np.searchsorted(np.cumsum(self.steps), step, side="right"))
+        return CURRICULUM[min(index, len(CURRICULUM) - 1)]
 
 
 def weighted(rng: Rng, weights: Sequence[float]) -> int:
@@ -273,6 +299,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=500, help="steps between validations")
     parser.add_argument("--longest", type=int, default=32_768, help="longest context of the last validation")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop (and save) after so many")
+    parser.add_argument("--paced", action="store_true", help="fit the recipe into --minutes on any machine")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default=None)
     torch.set_float32_matmul_precision("high")

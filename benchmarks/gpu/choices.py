@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from harness import graph_ms
 
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_choice import choose_in_parts, way_of
 from saccade.ops.triton.batched_decode import choose_best
 from saccade.ops.triton.batched_rank import choose_ranked
-from saccade.ops.triton.decode import Pages
 from saccade.selection.forms import Summarized
 from saccade.selection.readings import Choice
 

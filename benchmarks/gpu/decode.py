@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kv import KVFormat, KVStorage
 from saccade.methods import parse_method
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, score_blocks
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.progressive import attend_progressive
 from saccade.selection.forms import Rule
 

@@ -242,4 +242,5 @@ def _row(settings: Settings, llm: LLM, context: int, times: list[float], clock: 
 def kv_bytes(llm: LLM, context: int) -> int:
     """Bytes of the keys and values of ``context`` tokens in all layers."""
     spec = llm.model.spec
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * context * spec.dtype.itemsize
+    rows = 2 if spec.value_dim is None else 1
+    return rows * spec.layers * spec.kv_heads * spec.head_dim * context * spec.dtype.itemsize

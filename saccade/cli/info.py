@@ -81,14 +81,16 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "runs here": f"yes, layers {'in one loop' if facts.own_loop else 'by transformers'}",
         "parameters": f"{facts.parameters / 1e6:,.1f} million",
         "layers": f"{facts.layers}{states}{windows}",
-        "heads": f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
+        "heads": f"{facts.heads}, one latent of {facts.head_dim} channels for all"
+        if facts.latent
+        else f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
         "context": f"{facts.context:,} tokens",
         "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
         + ("" if facts.weights_here else " (no weights here: what config.json lets expect)"),
         "activations": facts.dtype,
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
-        "keys and values": f"{show_bytes(facts.token_bytes)} a token",
+        "latents" if facts.latent else "keys and values": f"{show_bytes(facts.token_bytes)} a token",
         **({"states": f"{show_bytes(facts.state_bytes)} a sequence"} if facts.state_layers else {}),
         "memory": room,
     }

@@ -223,7 +223,9 @@ class RowAudit:
                 truth = group_truth(q, kv, kv_head, **asked, threads=threads)
                 if spec.sinks is not None:
                     truth = truth.with_sinks(spec.sinks[heads])
-                self.audit.observe(out[heads], lse[heads], truth, self.whole, (layer, kv_head))
+                truth = truth._replace(out=truth.out[:, : kv.format.value_dim])  # behind those nothing is meant
+                own = out[heads, : kv.format.value_dim]
+                self.audit.observe(own, lse[heads], truth, self.whole, (layer, kv_head))
             except (SaccadeError, ValueError, RuntimeError) as error:
                 self.audit.left_out += 1
                 return f"audit: a sample of layer {layer} was left out: {error}"

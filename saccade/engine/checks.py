@@ -11,7 +11,6 @@ from saccade.engine.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
-from saccade.methods.verified import Verified
 from saccade.models.calibration import OF_CHANNELS, Calibrations
 
 if TYPE_CHECKING:
@@ -92,11 +91,15 @@ class Checks:
     def request(self, params: SamplingParams, map_order: MapOrder | None) -> None:
         """Raise RequestError for what this engine cannot show."""
         check_request(self.ranks, params, map_order is not None)
+        if params.certify is not None and self.pool.format.joined:
+            raise RequestError(f"certify={params.certify}: {self._no_certificate}; leave it out")
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""
         check_policy(self.ranks, policy)
         freeze = policy.freeze
+        if self.pool.format.joined and getattr(policy.decode, "certify", False):
+            raise PolicyError(f"'{policy.decode.text}': {self._no_certificate}; leave certify out")
         if self.pool.states is not None:
             check_kept(policy, self.model.spec.family)
         if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
@@ -113,6 +116,10 @@ class Checks:
                 )
             if method.calibration is not None:
                 self.calibrations.layer((method.calibration,), 0)
+
+    @property
+    def _no_certificate(self) -> str:
+        return f"{self.model.spec.family} stores latents, and a bound on what comes of them is none on an output"
 
     def located(self, policy: Policy) -> tuple[Policy, str | None]:
         """``policy`` with its window where the model's calibration allows it, and a sentence on that; itself and None
@@ -132,15 +139,11 @@ class Checks:
 
 def check_kept(policy: Policy, family: str) -> None:
     """PolicyError for what layers that keep a state cannot follow."""
-    why = None
     if policy.freeze is not None:
-        why = f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token"
-    elif policy.window is not None:
-        why = f"'{policy.window.text}' narrows windows layer by layer, as models do whose layers all attend"
-    elif isinstance(policy.decode, Verified):
-        why = f"'{policy.decode.name}' takes back tokens that it guessed, which a state cannot"
-    if why is not None:
-        raise PolicyError(f"{why}: {family} has layers that keep a state; leave it out of policy={policy.text!r}")
+        raise PolicyError(
+            f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token: "
+            f"{family} has layers that keep a state; leave it out of policy={policy.text!r}"
+        )
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

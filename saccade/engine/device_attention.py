@@ -16,10 +16,10 @@ from saccade.kv.listed import SHORT
 from saccade.kv.offers import Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_decode import Summaries, append_rows
 from saccade.ops.triton.batched_reading import read_rows
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.few_rows import attend_rows
 from saccade.ops.triton.residency import Arrivals, Read, bring_later
 from saccade.selection.plan import stored
@@ -106,7 +106,8 @@ class DeviceAttention:
         rows, reading = group.slice, group.form[layer]
         q, k, v = q[group.tokens], k[group.tokens], v[group.tokens]
         limits = None if self.limits is None else self.limits[group.tokens]
-        pages = Pages(self.storage.k, self.storage.v, buffers.tables[layer, rows], self.lengths[rows], self.longest)
+        held, tables = self.storage, buffers.tables[layer, rows]
+        pages = Pages(held.k, held.v, tables, self.lengths[rows], self.longest, value_dim=held.format.value_dim)
         # Also where the layer itself reads everything: its summaries stay complete.
         summaries = None if kept is None else Summaries(buffers.pointers[layer, rows], kept.size, kept.summary)
         append_rows(k, v, pages, summaries, limits)

@@ -15,7 +15,7 @@ from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow
 from saccade.ops.row_words import AuditPlace
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.truth import Given, compare
 
 Placed = Sequence[PlacedRow | None]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from saccade.engine.layer_stats import LayerStats
+from saccade.engine.step import CallCount, ReadPairs
 from saccade.methods.host_state import HostState
 from saccade.ops.tallies import Counted
+from saccade.selection import Selection
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Reading
 
@@ -25,6 +27,18 @@ class DeviceCounts:
     layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
+
+    def add(self, call: CallCount) -> None:
+        """Count one call."""
+        self.layers.setdefault(call.layer, LayerStats()).add(call)
+        for names, name in ((self.kinds, selection_kind(call.used)), (self.backends, call.backend)):
+            names[name] = names.get(name, 0) + 1
+
+
+def selection_kind(selection: Selection | ReadPairs) -> str:
+    """What a report calls it."""
+    kind = selection.kind if isinstance(selection, ReadPairs) else type(selection)
+    return kind.__name__.lower()
 
 
 class LateCounts:

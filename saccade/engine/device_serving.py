@@ -47,10 +47,12 @@ class DeviceServing:
             return "somebody looks at the logits of decode rows"
         if one.request_id in self.watch.bounds:
             return "bounds of its errors are wanted"
+        if self.runner.spec.value_dim is not None and one.request_id in self.watch.audited:
+            return "audits of latents run by the host"
         if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):
             return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
         if memory.kept is not None and (one.together or memory.kept.spare is None):
-            return "its layers keep a state, and drafts would change it" if one.together else "no second slot is free"
+            return "rows that may be taken back change states by the host" if one.together else "no second slot is free"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:

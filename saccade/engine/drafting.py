@@ -21,13 +21,25 @@ logger = logging.getLogger(__name__)
 
 def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: int) -> int:
     """How many tokens may be drafted, at most ``most``: those that the answer and the free blocks have room for."""
-    if rows.phase != "decode" or not rows.wants_logits or has_one_row(request):
+    if rows.phase != "decode" or not rows.wants_logits or has_one_row(request) or not _can_go_back(request, scheduler):
         return 0
     sequence = request.sequence
     free = min(most, request.output_start + request.max_tokens - len(sequence.tokens) - 1)
     while free > 0 and sequence.kv.missing_blocks(rows.stop + free) > scheduler.pool.free_blocks:
         free -= 1
     return free
+
+
+def _can_go_back(request: Request, scheduler: Scheduler) -> bool:
+    """Whether there is room for what layers that keep a state go back to: a second one for each request that runs."""
+    states = scheduler.pool.states
+    if states is None or states.slots > 2 * len(scheduler.running):
+        return True
+    request.report.note(
+        f"nothing was drafted beside so many requests: {states.slots} states of the model's layers leave no room to go "
+        "back to; raise kv_memory"
+    )
+    return False
 
 
 def reserved(request: Request, stop: int) -> bool:

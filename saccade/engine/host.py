@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from saccade.engine.expanded import attend as attend_expanded
+from saccade.engine.expanded import expands
 from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_pass import HostPass
@@ -182,8 +184,10 @@ class HostAttention:
             ):
                 continue
             own = self.resolved.get(rows.scheduled.request_id)
-            if own is None and not batches(rows, q) and not (several and waits(rows, q)):
-                attended = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
+            count = here.stop - here.start
+            apart = expands(self.setting, rows, spec, count) or not (several and waits(rows, q))
+            if own is None and not batches(rows, q) and apart:
+                attended = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped, here.start)
                 if attended is not None:
                     out[:, here] = attended
                 continue
@@ -270,9 +274,10 @@ class HostAttention:
         v: Tensor,
         spec: LayerAttention,
         skipped: Tensor | None,
+        place: int = 0,
     ) -> Tensor | None:
         """Store and attend for the rows of one request; q, k, v leave out those that are ``skipped`` (bool [rows]).
-        None where the request has failed."""
+        None where the request has failed. ``place``: of the first among the layer's rows."""
         scheduled, kv, before = rows.scheduled, rows.memory.kv, tier_counts(rows)
         if rows.result.error is not None:
             return None
@@ -282,14 +287,17 @@ class HostAttention:
                 k, v = interleaved(skipped, self.held.pop(scheduled.request_id), k, v)
                 spans = list(runs(~skipped))
             kv.append(layer, k, v)
+            few: list[tuple[int, int]] = []
             for first, end in spans:
                 most = max(1, LISTED // (len(q) * (scheduled.start + end))) if rows.method.row_by_row else end - first
-                for at in range(first, end, most):
-                    count = min(most, end - at)
-                    asking, stop = q[:, done : done + count], scheduled.start + at + count
-                    chosen = choose(self.setting, rows, layer, asking, stop, spec)
-                    parts.append(finish(self.setting, chosen, spec, read(self.setting, chosen)))
-                    done += count
+                few += [(at, min(at + most, end)) for at in range(first, end, most)]
+            if expands(self.setting, rows, spec, q.shape[1]):
+                return attend_expanded(self.setting, rows, layer, q, few, place, spec)
+            for first, end in few:
+                asking, stop = q[:, done : done + end - first], scheduled.start + end
+                chosen = choose(self.setting, rows, layer, asking, stop, spec)
+                parts.append(finish(self.setting, chosen, spec, read(self.setting, chosen)))
+                done += end - first
             return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         except Exception as error:  # one request's failure must not take the others down
             rows.failed(layer, error)

@@ -12,12 +12,14 @@ from torch import Tensor
 from saccade.engine.attention import Watch
 from saccade.engine.carried import Weighed
 from saccade.engine.clock import timed
+from saccade.engine.device_counts import selection_kind
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall
-from saccade.engine.phase_stats import ran_dense, selection_kind
+from saccade.engine.phase_stats import ran_dense
 from saccade.engine.states import follow_prefill, gone_before
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.kv.tier import LostKV
+from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Evicting, Method, Query
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
@@ -76,7 +78,8 @@ class RequestRows:
     def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
         """The shape of a call of ``rows`` rows before ``stop``, which most layers share."""
         shape = self._shape
-        if shape is None or shape.k_len != stop or shape.q_len != rows:
+        asked = stop, rows, heads, kv_heads
+        if shape is None or (shape.k_len, shape.q_len, shape.heads, shape.kv_heads) != asked:
             self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
         return shape
 
@@ -114,18 +117,30 @@ class Chosen:
     want_weights: bool
 
 
-def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int, spec: LayerAttention) -> Chosen:
-    """Choose what the rows ``q`` [heads, rows, head_dim] before position ``stop`` read; their keys are stored."""
+def chunk_of(
+    setting: Setting,
+    rows: RequestRows,
+    layer: int,
+    q: Tensor,
+    stop: int,
+    spec: LayerAttention,
+    view: KVView | None = None,
+    heads: slice | None = None,
+) -> Chunk:
+    """The rows ``q`` [heads, rows, head_dim] before position ``stop``, as a method sees them; their keys are stored, or
+    lie in ``view``. ``heads``: which of the layer's they are of, where they are not all."""
     scheduled, memory, layers = rows.scheduled, rows.memory, setting.spec.layers
-    window, state = scheduled.policy.window, memory.states[layer]
+    window = scheduled.policy.window
     gone = memory.gone[layer] if rows.decodes else gone_before(scheduled, memory, layer)
-    view = memory.kv.view(layer)
+    if heads is not None and gone is not None and len(gone) > 1:  # units are KV heads, of which latents have one
+        gone = gone[heads]
+    view = memory.kv.view(layer) if view is None else view
     if view.length > stop:  # rows of one sequence that end before its last key
         view = view.upto(stop)
     common: dict[str, Any] = {
         "q": q,
         "kv": view,
-        "shape": rows.shape(q.shape[0], setting.spec.kv_heads, q.shape[1], stop, q.device),
+        "shape": rows.shape(q.shape[0], view.kv_heads, q.shape[1], stop, q.device),
         "scale": spec.scale,
         "softcap": spec.softcap,
         "layer": layer,
@@ -136,12 +151,25 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         "states": rows.states_seen(layer) if rows.drafted else memory.states,
         "offline": setting.calibrations.layer(rows.calibrations, layer) if rows.calibrations else None,
     }
-    chunk: Chunk
-    if rows.decodes:
-        step = stop - 1 - scheduled.span_start
-        chunk = Query(**common, step=step, ahead=rows.ahead.get(layer), taken_in=rows.taken_in)
-    else:
-        chunk = Chunk(**common)
+    if not rows.decodes:
+        return Chunk(**common)
+    step = stop - 1 - scheduled.span_start
+    return Query(**common, step=step, ahead=rows.ahead.get(layer), taken_in=rows.taken_in)
+
+
+def choose(
+    setting: Setting,
+    rows: RequestRows,
+    layer: int,
+    q: Tensor,
+    stop: int,
+    spec: LayerAttention,
+    view: KVView | None = None,
+    heads: slice | None = None,
+) -> Chosen:
+    """Choose what rows read: see :func:`chunk_of`."""
+    chunk = chunk_of(setting, rows, layer, q, stop, spec, view, heads)
+    scheduled, state, gone = rows.scheduled, rows.memory.states[layer], chunk.gone
     method, slides = rows.method, spec.window is not None and spec.window < stop
     with setting.timed("selection"):
         selection: Selection

@@ -66,8 +66,8 @@ class FixedPlans:
         if (reason := self._followed(rows)) is not None:
             return reason
         if rows.together:
-            plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
-            if plan is None or not plan.dense:
+            plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
+            if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
                 return "rows with sliding windows are attended one by one"
             return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window

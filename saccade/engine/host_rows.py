@@ -17,7 +17,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
-from saccade.ops.layer_rows import RowLayers
+from saccade.ops.layer_rows import WholeLayers
 
 
 class JoinedRows:
@@ -108,7 +108,7 @@ class JoinedRows:
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[LayerAttention],

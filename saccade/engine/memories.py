@@ -16,6 +16,7 @@ from torch import Tensor
 from saccade.engine.carried import Carried
 from saccade.engine.memory import Cut, SequenceMemory
 from saccade.engine.saved_memory import SavedMemory, save_memory
+from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV, append_rows, copy_rows, load_kv
@@ -91,7 +92,8 @@ class Memories(dict[int, SequenceMemory]):
 
     def save(self, sequence: int, segment: int | None = None) -> SavedMemory:
         """A copy of all that there is, on the host. With ``segment``, keys and values of whole segments of so many
-        tokens are left out, which :meth:`save_rows` copies. LostKV where a tier has lost some."""
+        tokens are left out, which :meth:`save_rows` copies, and older snapshots, as :meth:`save_snapshot` does. LostKV
+        where a tier has lost some."""
         return save_memory(self[sequence], segment)
 
     def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
@@ -129,6 +131,23 @@ class Memories(dict[int, SequenceMemory]):
         if kept is not None and parts:
             kept.load(length, parts)
 
+    def snapshots(self, sequence: int) -> tuple[int, ...]:
+        """The tokens after which layers have a state to go back to, rising; none where no layer keeps one."""
+        kept = self[sequence].kept
+        return () if kept is None else kept.snapshots
+
+    def save_snapshot(self, sequence: int, length: int) -> dict[str, Tensor] | None:
+        """The state after ``length`` tokens as copies on the host; None where there is none."""
+        kept = self[sequence].kept
+        return None if kept is None else kept.save(length)
+
+    def load_snapshot(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        """Take one in again, where there is room for it. SaccadeError for what is none of these layers."""
+        kept = self[sequence].kept
+        if kept is None:
+            raise SaccadeError("saved: a state, of a model whose layers keep none")
+        kept.load(length, parts, anyway=False)
+
     def filled(self, sequence: int, length: int) -> None:
         """The states that go with ``length`` tokens stored by no step are there."""
         self[sequence].stands = length
@@ -143,7 +162,10 @@ class Memories(dict[int, SequenceMemory]):
 
     def settled(self, sequence: int) -> None:
         """Nobody goes back to a row of the last step."""
-        self[sequence].history.clear()
+        memory = self[sequence]
+        memory.history.clear()
+        if memory.kept is not None:
+            memory.kept.settled()
 
     def forget_states(self, sequence: int) -> None:
         """Drop what the decode method has learnt, and nothing else."""

@@ -232,6 +232,8 @@ class SequenceMemory:
     def begin_drafts(self, carried: Carried | None) -> None:
         """Go on with copies of the states, and what is ``carried``, until drafted rows are cut off."""
         self._aside, self.carried = self.states, carried
+        if self.kept is not None:
+            self.kept.set_aside(self.kv.length)
         if any(state is not None for state in self._aside):
             self.states = [snapshot(bare(state)) for state in self._aside]
 

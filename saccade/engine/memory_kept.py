@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from saccade.engine.step import ScheduledRequest
+from saccade.kv.state_journal import Again, StateJournal
 from saccade.models.interface import StateRows
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ def begin(
     own = [(one, kept) for one in scheduled if (kept := memories[one.sequence_id].kept) is not None]
     for one, kept in own:  # before any other takes the room of a snapshot
         kept.pin(one.start)
+        if one.drafts:
+            kept.set_aside(one.start)
+            kept.journal = StateJournal()
     shared = [shared_before(one, kept.pool.block) for one, kept in own]
     for (one, kept), place in zip(own, shared):
         kept.begin(one.start, keep=place == one.start)
@@ -50,18 +55,24 @@ def is_spoilt(memory: SequenceMemory) -> bool:
 
 def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
     """Where layers find the states of the sequences of these rows; None where no layer keeps any."""
-    kept = [one.memory.kept for one in requests]
-    if not kept or kept[0] is None:
+    if not requests or requests[0].memory.kept is None:
         return None
     slots: list[int] = []
+    spans: list[tuple[int, int]] = []
     inner: dict[int, tuple[int, int]] = {}
-    for at, (one, rows) in enumerate(zip(kept, requests)):
-        assert one is not None, "a model's sequences are alike"
-        assert one.slot is not None, "the step has begun"
-        slots.append(one.slot)
-        if one.inner is not None:
-            inner[at] = one.inner[0] - rows.scheduled.start, one.inner[1]
-    return StateRows(kept[0].pool.tensors, slots, inner)
+    journals: dict[int, list[Again]] = {}
+    for memory, own in groupby(requests, lambda one: one.memory):  # drafted rows come behind each other
+        kept, rows = memory.kept, list(own)
+        assert kept is not None, "a model's sequences are alike"
+        assert kept.slot is not None, "the step has begun"
+        number, count = len(slots), sum(one.scheduled.length for one in rows)
+        slots.append(kept.slot)
+        spans.append((rows[0].first, count))
+        if kept.inner is not None:
+            inner[number] = kept.inner[0] - rows[0].scheduled.start, kept.inner[1]
+        if kept.journal is not None:
+            journals[number] = kept.journal.begin(count)
+    return StateRows(requests[0].memory.kept.pool.tensors, slots, spans, inner, journals)
 
 
 def shared_before(rows: ScheduledRequest, block: int) -> int:

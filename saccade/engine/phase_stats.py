@@ -6,11 +6,10 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from saccade.engine.device_counts import DeviceCounts
+from saccade.engine.device_counts import DeviceCounts, selection_kind
 from saccade.engine.layer_stats import LayerStats
 from saccade.engine.paths import Path
-from saccade.engine.step import ReadPairs, RequestResult
-from saccade.selection import Selection
+from saccade.engine.step import RequestResult
 
 
 class Late(Protocol):
@@ -127,8 +126,3 @@ class PhaseStats:
 def ran_dense(phase: str, method: str) -> str:
     """The note of a method that chose nothing."""
     return f"{phase}: '{method}' ran dense where its settings or a short context leave nothing to skip"
-
-
-def selection_kind(selection: Selection | ReadPairs) -> str:
-    kind = selection.kind if isinstance(selection, ReadPairs) else type(selection)
-    return kind.__name__.lower()

@@ -40,6 +40,16 @@ class CopyRows:
 
 
 @dataclass(frozen=True)
+class CopyState:
+    """Copy the state of layers that keep one after ``length`` tokens, as it was captured under ``mark``; the answer is
+    None where it is gone."""
+
+    session: int
+    mark: int
+    length: int
+
+
+@dataclass(frozen=True)
 class BeginRestore:
     """Open a session with the tokens of a captured one; the answer is its id."""
 
@@ -59,6 +69,16 @@ class LoadRows:
 
 
 @dataclass(frozen=True)
+class LoadState:
+    """Give a session that is being restored a state after ``length`` tokens to go back to, if there is room for it; the
+    answer is None, or the error for which it cannot be had."""
+
+    session: int
+    length: int
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class FinishRestore:
     """All segments are loaded, or ``lost`` says why not. The answer is the new mark, 0 where keys and values are to be
     computed again, and what is to be said of it."""
@@ -70,21 +90,23 @@ class FinishRestore:
 
 @dataclass(frozen=True)
 class Captured:
-    """``stood``: by earlier marks, the tokens that are as they were then; ``mark``: the one that was set now."""
+    """``stood``: by earlier marks, the tokens that are as they were then; ``mark``: the one that was set now;
+    ``snapshots``: the tokens after which layers have a state to go back to, rising."""
 
     saved: SavedSession
     mark: int
     stood: dict[int, int]
+    snapshots: tuple[int, ...] = ()
 
 
-Piece = CaptureSession | CopyRows | BeginRestore | LoadRows | FinishRestore
+Piece = CaptureSession | CopyRows | CopyState | BeginRestore | LoadRows | LoadState | FinishRestore
 
 
 def act(sessions: Sessions, piece: Piece) -> Any:
     """Do what a message asks for, between two steps."""
     if isinstance(piece, BeginRestore):
         return _begin(sessions, piece)
-    if isinstance(piece, CopyRows):
+    if isinstance(piece, (CopyRows, CopyState)):
         return _copy(sessions.get(piece.session), piece)
     sequence = sessions.require(piece.session)
     if isinstance(piece, CaptureSession):
@@ -92,9 +114,15 @@ def act(sessions: Sessions, piece: Piece) -> Any:
         saved = save_sequence(sequence, None, sessions.chunk, piece.segment)
         stood, mark = dict(kv.stood), next(_marks)
         kv.mark(mark)
-        return Captured(saved, mark, stood)
+        return Captured(saved, mark, stood, sequence.memories.snapshots(sequence.id))
     if isinstance(piece, LoadRows):
         return _load(sequence, piece)
+    if isinstance(piece, LoadState):
+        try:
+            sequence.memories.load_snapshot(sequence.id, piece.length, piece.tensors)
+        except SaccadeError as error:
+            return error
+        return None
     return _finish(sessions, sequence, piece)
 
 
@@ -104,9 +132,12 @@ def _begin(sessions: Sessions, piece: BeginRestore) -> int:
     return sequence.id
 
 
-def _copy(sequence: Sequence | None, piece: CopyRows) -> dict[str, Tensor] | None:
-    if sequence is None or sequence.kv.stood.get(piece.mark, 0) < piece.stop:
+def _copy(sequence: Sequence | None, piece: CopyRows | CopyState) -> dict[str, Tensor] | None:
+    stop = piece.stop if isinstance(piece, CopyRows) else piece.length
+    if sequence is None or sequence.kv.stood.get(piece.mark, 0) < stop:
         return None
+    if isinstance(piece, CopyState):
+        return sequence.memories.save_snapshot(sequence.id, piece.length)
     try:
         return sequence.memories.save_rows(sequence.id, piece.start, piece.stop)
     except SaccadeError:  # a block that is not resident, mostly

@@ -12,9 +12,10 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from saccade.engine.memories import Memories
+from saccade.engine.prefix_events import KeptBlocks, PrefixListener
 from saccade.engine.prefix_hashes import Origin, PrefixHashes
 from saccade.engine.sequence import common, new_sequence_id
 from saccade.kv.blocks import BlockManager
@@ -36,6 +37,7 @@ class _Donor:
         self.origin, self.tokens, self.id, self.sequence, self.kept = origin, tokens, id, sequence, kept
         self.hashes: list[int] = []
         self.counted = False  # among the queries
+        self.step = 1  # tokens of which others take whole multiples
 
     @property
     def kv(self) -> HeldBlocks:
@@ -53,28 +55,9 @@ class Found(NamedTuple):
     later: int
 
 
-class PrefixListener(Protocol):
-    """Is told what others can go on from once the request that computed it has ended. It runs on the engine's thread.
-    Blocks are known by the hashes of all tokens up to their end, and of what else decides on keys and values."""
-
-    def stored(self, hashes: list[int], parent: int | None, tokens: list[int], block_size: int) -> None:
-        """Blocks of ``tokens``, in order, are kept from now on; the one before them is ``parent``, None for none."""
-        ...
-
-    def removed(self, hashes: list[int]) -> None:
-        """Blocks that are kept no more."""
-        ...
-
-    def cleared(self) -> None:
-        """No block is kept."""
-        ...
-
-
 class PrefixCache:
     """Finds and keeps prefixes in the blocks of ``pool``. ``chunk``: rows of a prefill step. The least recently used is
     given up first, as soon as anybody needs its blocks.
-
-    ``listener`` is told of what is kept.
 
     ``queries``: prompt tokens that were looked up; ``hits``: those of them that did not have to be computed.
     """
@@ -84,10 +67,9 @@ class PrefixCache:
         self.queries = self.hits = 0
         if pool.states is not None:
             pool.states.block = pool.format.block_size
-        self.listener: PrefixListener | None = None
-        self._holders: dict[int, int] = {}  # prefixes that keep a block, by its hash
         self._size = pool.format.block_size
         self._hashes = PrefixHashes(self._size)
+        self._held = KeptBlocks(self._size)
         self._kept: OrderedDict[int, _Donor] = OrderedDict()
         self._live: dict[Sequence, _Donor] = {}  # until they leave
         # In order, by the hash of all tokens up to a block's end: hundreds of questions may hold one document.
@@ -100,6 +82,7 @@ class PrefixCache:
         """Let a request that has computed nothing go on from the longest prefix that is stored. False where it had
         better wait: one of those ``running`` is about to have a whole chunk of what it would compute, or half of it."""
         sequence = request.sequence
+        self.tidy()
         most = self._most(request)
         if most == 0:
             return True
@@ -136,12 +119,22 @@ class PrefixCache:
             number = new_sequence_id()
             blocks = self.memories.fork(sequence.id, number, length)
             kept = _Donor(donor.origin, sequence.tokens[:length], number, None, blocks)
+            kept.step = self._step(sequence.spans[0])
             self._remember(kept, length)
             self._kept[id(kept)] = kept
             blocks.keep()
-            self._hold(kept)
+            self._held.hold(kept.hashes, kept.tokens)
             while len(self._kept) > MOST_KEPT:
                 self.evict()
+
+    @property
+    def listener(self) -> PrefixListener | None:
+        """Is told of what is kept."""
+        return self._held.listener
+
+    @listener.setter
+    def listener(self, listener: PrefixListener | None) -> None:
+        self._held.listener = listener
 
     @property
     def kept_slots(self) -> int:
@@ -149,42 +142,48 @@ class PrefixCache:
         return self.pool.kept_slots
 
     def evict(self) -> bool:
-        """Give up the prefix of an ended request that was used least recently; False where there is none."""
+        """Give up what nobody can go on from any more, or the prefix of an ended request that was used least recently;
+        False where there is none."""
+        if self.tidy():
+            return True
         if not self._kept:
             return False
-        _, donor = self._kept.popitem(last=False)
-        self._release(donor)
+        self._end(next(iter(self._kept.values())))
+        return True
+
+    def tidy(self) -> bool:
+        """Where the states of layers that keep one went for others, nobody goes on from keys behind the last one that
+        is left: give these up. Whether there were any."""
+        states = self.pool.states
+        if states is None or not states.losers:
+            return False
+        losers, before = set(states.losers), states.orphaned
+        states.losers.clear()
+        for donor in [one for one in self._kept.values() if self.memories[one.id].kept in losers]:
+            length = len(donor.tokens)
+            left = self.memories.state_before(donor.id, length, partial(_is_multiple, donor.step))
+            states.orphaned += length - left
+            if not left:
+                self._end(donor)
+            elif left < length:
+                self._held.release(donor.hashes[left // self._size :])
+                self._forget(donor, left)
+                donor.tokens = donor.tokens[:left]
+                self.memories.truncate(donor.id, left)
+        return states.orphaned > before
+
+    def _end(self, donor: _Donor) -> None:
+        """A kept prefix is given up."""
+        del self._kept[id(donor)]
+        self._held.release(donor.hashes)
         self._forget(donor)
         self.memories.free(donor.id, closes=True)
         self.pool.keepers.end(donor.kv.id)
-        return True
 
     def clear(self) -> None:
         """Give up all that is kept of ended requests."""
         while self.evict():
             pass
-
-    def _hold(self, donor: _Donor) -> None:
-        """Count a prefix that is kept from now on, and tell of the blocks that no other one has: its last ones."""
-        new = [place for place in donor.hashes if place not in self._holders]
-        for place in donor.hashes:
-            self._holders[place] = self._holders.get(place, 0) + 1
-        if new and self.listener is not None:
-            known = len(donor.hashes) - len(new)
-            parent = donor.hashes[known - 1] if known else None
-            self.listener.stored(new, parent, donor.tokens[known * self._size :], self._size)
-
-    def _release(self, donor: _Donor) -> None:
-        gone = []
-        for place in donor.hashes:
-            self._holders[place] -= 1
-            if not self._holders[place]:
-                del self._holders[place]
-                gone.append(place)
-        if self.listener is not None and not self._holders:
-            self.listener.cleared()
-        elif gone and self.listener is not None:
-            self.listener.removed(gone[::-1])  # a block goes before the one that it follows
 
     def _most(self, request: Request) -> int:
         """How many tokens a request may take over: its prefill computes at least the last one, and what its decode
@@ -205,8 +204,11 @@ class PrefixCache:
 
     def _whole(self, span: Span, length: int) -> int:
         """The part of ``length`` tokens of a prefill that is shared whole."""
-        step = self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
+        step = self._step(span)
         return max(0, length) // step * step
+
+    def _step(self, span: Span) -> int:
+        return self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
 
     def _usable(self, donor: _Donor) -> int:
         """Tokens that others can go on from."""
@@ -293,18 +295,23 @@ class PrefixCache:
             else:
                 holders[donor] = None
 
-    def _forget(self, donor: _Donor) -> None:
-        for place in donor.hashes:
+    def _forget(self, donor: _Donor, length: int = 0) -> None:
+        """Nobody finds a donor beyond its first ``length`` tokens."""
+        for place in donor.hashes[length // self._size :]:
             holders = self._places[place]
             del holders[donor]
             if not holders:
                 del self._places[place]
-        donor.hashes = []
+        donor.hashes = donor.hashes[: length // self._size]
 
 
 def _alike(theirs: list[int], ours: list[int], most: int) -> int:
     """How many of the first ``most`` tokens are equal."""
     return most if theirs[:most] == ours[:most] else common(theirs[:most], ours[:most])
+
+
+def _is_multiple(step: int, length: int) -> bool:
+    return length % step == 0
 
 
 def _shares(span: Span) -> bool:

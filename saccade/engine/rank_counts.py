@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts
 from saccade.engine.layer_stats import LayerStats
+from saccade.engine.memories import Memories
 from saccade.engine.rank_link import RankGroup
 from saccade.engine.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
 from saccade.methods.base import Cost
@@ -45,6 +46,20 @@ class LateOfAll:
         """What was counted since the last time."""
         taken, self._counts = self._counts, DeviceCounts()
         return taken
+
+
+def fold_counts(step: StepInput, result: StepResult, memories: Memories) -> None:
+    """Have what requests did counted by layer: over tiers each rank attends rows together or alone, as its own memory
+    allows, and calls of one rank are not those of another."""
+    for one in step.scheduled:
+        found, tiers = result.requests[one.request_id], memories[one.sequence_id].kv.pool.tiers
+        if tiers is not None and found.is_good and not found.rows and not found.stay:
+            called, total = DeviceCounts(), LateOfAll()
+            for call in found.calls:
+                called.add(call)
+            for counts in (called, *(late.take() for late in found.late.values())):
+                total.add([counts])
+            found.calls, found.late = [], {("ranks", one.phase): total}
 
 
 def exchange(group: RankGroup, own: Any) -> list[Any]:

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 
 # Settings that they do not serve, with the value that these must have.
 LEFT_OUT: dict[str, Any] = {
-    "quantize": None,
-    "kv_host": None,
-    "kv_disk": None,
-    "kv_dtype": "auto",
-    "kv_rotate": None,
     "max_token_gap": None,
     "audit": 0,
     "audit_steps": 0,

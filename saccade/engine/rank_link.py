@@ -13,6 +13,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from saccade.engine.rank_watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
+HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
 START_SECONDS = 600.0  # to load a model
 
 
@@ -36,25 +39,29 @@ class RanksLost(EngineLost):
 
 class RankGroup:
     """The sums of ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
-    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin."""
+    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin. ``counts`` say
+    when it is in one."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, seconds: float) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, seconds: float, counts: SumCounts) -> None:
         gloo: Any = distributed.ProcessGroupGloo  # of which torch's stubs know little
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         self._group, self.ranks = gloo(store, rank, ranks, options), ranks
+        self._rank, self._counts = rank, counts
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, added up in float32, in the dtype of ``part``."""
         whole = part.float().contiguous()
-        self._group.allreduce([whole]).wait()
+        with self._counts.within(self._rank):
+            self._group.allreduce([whole]).wait()
         return whole.to(part.dtype)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' parts, which are of one shape and dtype."""
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        self._group.allgather([parts], [part.contiguous()]).wait()
+        with self._counts.within(self._rank):
+            self._group.allgather([parts], [part.contiguous()]).wait()
         return parts
 
 
@@ -68,6 +75,9 @@ class RankLink:
         self._group: RankGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
         self._store = distributed.FileStore(str(self.store_path), ranks)
+        self._counts = SumCounts(counts_path(self.store_path), ranks)
+        self._watch: RankWatch | None = None
+        self._losing = threading.RLock()
         self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
 
     @property
@@ -86,9 +96,16 @@ class RankLink:
                     raise self.lose(None)
                 time.sleep(0.01)
         try:
-            self._group = RankGroup(self._store, 0, self.ranks, ANSWER_SECONDS)
+            self._group = RankGroup(self._store, 0, self.ranks, ANSWER_SECONDS, self._counts)
         except RuntimeError as error:
             raise self.lose(error) from error
+        link = weakref.ref(self)  # which its watch does not keep
+
+        def found(rank: int, why: str) -> None:
+            if (own := link()) is not None:
+                own._lose_rank(rank, why)
+
+        self._watch = RankWatch(self._counts, self.processes, HANG_SECONDS, found)
 
     def tell(self, message: Any) -> None:
         """Send a message to all other ranks. RanksLost where one is gone."""
@@ -114,21 +131,33 @@ class RankLink:
             raise RanksLost(str(self.lost or "the other ranks have not begun"))
         return self._group
 
-    def sum(self, part: Tensor) -> Tensor:
-        """See RankGroup."""
-        return self.group.sum(part)
+    def joined(self) -> RankGroup:
+        """See ``group``."""
+        return self.group
+
+    def hangs_after(self, seconds: float) -> None:
+        """Let a rank hang for no longer than ``seconds``."""
+        if self._watch is not None:
+            self._watch.seconds = seconds
 
     def lose(self, error: BaseException | None) -> RanksLost:
         """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
-        if self.lost is not None:
-            return self.lost
-        time.sleep(0.05)  # a process that died is known to be dead a little later than its connections
-        for rank, process in enumerate(self.processes, 1):
-            code = process.poll()
-            if code is not None:
-                return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
-        what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
-        return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
+        with self._losing:
+            if self.lost is not None:
+                return self.lost
+            time.sleep(0.05)  # a process that died is known to be dead a little later than its connections
+            for rank, process in enumerate(self.processes, 1):
+                if (code := process.poll()) is not None:
+                    return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+            what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
+            return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
+
+    def _lose_rank(self, rank: int, why: str) -> None:
+        """Give all up, since one of them ``why``: what waits for it goes on with an error."""
+        with self._losing:
+            if self.lost is None:
+                self.processes[rank - 1].kill()
+                self._end_all(f"rank {rank} of {self.ranks} {why}")
 
     def _end_all(self, why: str) -> RanksLost:
         self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
@@ -138,9 +167,17 @@ class RankLink:
 
     def close(self) -> None:
         """End the other ranks."""
-        if self.lost is None:
-            self.lost = RanksLost("the engine was closed")
+        with self._losing:
+            if self.lost is None:
+                self.lost = RanksLost("the engine was closed")
+            if self._watch is not None:
+                self._watch.close()
         self._finalizer()
+
+
+def counts_path(store: Path) -> Path:
+    """Where ranks that find each other at ``store`` count the sums that they have come to."""
+    return store.with_name("counts")
 
 
 def ready(rank: int) -> str:

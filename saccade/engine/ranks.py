@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.engine.host_calls import Setting
 from saccade.engine.memories import Memories
 from saccade.engine.memory import Cut
-from saccade.engine.rank_counts import LateOfAll, RankCounts, join_counts, share_counts
+from saccade.engine.rank_counts import LateOfAll, RankCounts, fold_counts, join_counts, share_counts
 from saccade.engine.rank_limits import check_policy
 from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, others_fail
 from saccade.engine.rank_messages import (
@@ -157,7 +157,8 @@ class FirstRank(Worker):
         self._link.tell(step)
         try:
             result = super().run(step, times, goes_on)
-            if self._link.lost is None:
+            if self._link.lost is None or not all(_failed(step, result)):  # a rank may be lost behind the last sum
+                fold_counts(step, result, self.memories)
                 group, own = self._link.group, _failed(step, result)
                 failed = others_fail(group, own)
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
@@ -201,6 +202,7 @@ class OtherRank(Worker):
                     self._open(one.sequence_id)
                     memories[one.sequence_id].kv.reserve(one.stop)
                 result = self.run(message)
+                fold_counts(message, result, memories)
                 own = _failed(message, result)
                 failed = others_fail(self._group, own)
                 share_counts(self._group, message, result, [not (bad or other) for bad, other in zip(own, failed)])

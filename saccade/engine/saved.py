@@ -20,9 +20,9 @@ from saccade.engine.saved_checks import (
     read_spans,
     require,
 )
-from saccade.engine.saved_memory import KEPT, LISTS
+from saccade.engine.saved_memory import KEPT, LISTS, OLDER
 from saccade.engine.sequence import Sequence, usable
-from saccade.errors import CapacityError, RequestError, SaccadeError
+from saccade.errors import CapacityError, RequestError, SaccadeError, shown
 from saccade.kv.saved import SavedKV
 from saccade.kv.tier import LostKV
 from saccade.methods import state as states
@@ -95,11 +95,16 @@ def restore_sequence(
     begin_restore(sequence, saved, model, chunk, damaged, recompute)
     if recompute or not saved.data["computed"]:
         return sequence.note
-    lost: Exception | None = SaccadeError(all_damaged(damaged)) if damaged else None
+    needed = [name for name in damaged if not name.startswith(f"{OLDER}/")]
+    lost: Exception | None = SaccadeError(all_damaged(needed)) if needed else None
     if not any(name.startswith("kv/") for name in damaged):
         try:
             kv = SavedKV(under("kv", saved.tensors), saved.data["kv"])
             sequence.kv = sequence.memories.load(sequence.id, kv)
+            for length, parts in older(saved, damaged):
+                sequence.memories.load_snapshot(sequence.id, length, parts)
+        except MalformedSession:
+            raise
         except SaccadeError as error:
             lost = error
     return finish_restore(sequence, saved, model, chunk, lost)
@@ -167,6 +172,7 @@ def finish_restore(
     left = usable(sequence.spans, min(kv.length, wanted), chunk)
     memories.truncate(sequence.id, left, Cut.FORGOTTEN)
     sequence.computed = left
+    left -= sequence.resume(chunk)  # where the model's layers have a state
     again = f"tokens {left} to {data['tokens'] - 1}" if left else f"all {data['tokens']} tokens"
     sequence.note = f"restored session: {why}; {again} are computed again"
     logger.warning("%s", sequence.note)
@@ -191,6 +197,19 @@ def _read_list(name: str, saved: SavedSession, sizes: Sizes) -> list[Any]:
     except SaccadeError as error:
         raise MalformedSession(str(error)) from None
     return loaded
+
+
+def older(saved: SavedSession, damaged: list[str]) -> list[tuple[int, dict[str, Tensor]]]:
+    """The older snapshots of a session that was saved whole, those of ``damaged`` parts aside, by their tokens.
+    MalformedSession for such as cannot be of it."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, part in under(OLDER, saved.tensors).items():
+        length, _, own = name.partition("/")
+        right = length.isdecimal() and 0 < int(length) < saved.data["computed"]
+        require(right, f"it has a state after {shown(length, 40)} tokens of {saved.data['computed']}")
+        found.setdefault(int(length), {})[own] = part
+    torn = {int(one.split("/")[1]) for one in damaged if one.startswith(f"{OLDER}/")}
+    return [(length, parts) for length, parts in sorted(found.items()) if length not in torn]
 
 
 def all_damaged(parts: list[str]) -> str:

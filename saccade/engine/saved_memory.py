@@ -9,11 +9,13 @@ from torch import Tensor
 
 from saccade.engine.memory import SequenceMemory
 from saccade.kv.saved import copy_rows, described, save_kv
+from saccade.kv.sequence_states import spaced
 from saccade.methods import state as states
 
 LISTS = ("states", "tails", "gone", "watched")  # of a SequenceMemory, one entry a layer
 
-KEPT = "kept"  # under which the states of the model's own layers lie
+KEPT = "kept"  # under which the state of the model's own layers lies
+OLDER = "older"  # and those after fewer tokens, by their number
 
 
 @dataclass(frozen=True)
@@ -43,4 +45,9 @@ def save_memory(memory: SequenceMemory, segment: int | None) -> SavedMemory:
         tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}
     kept = None if memory.kept is None else memory.kept.save(memory.kv.length)
     tensors |= {f"{KEPT}/{name}": tensor for name, tensor in (kept or {}).items()}
+    if memory.kept is not None and segment is None:
+        for at in spaced(memory.kept.snapshots, memory.kv.length):
+            parts = memory.kept.save(at)
+            assert parts is not None, "a snapshot is there"
+            tensors |= {f"{OLDER}/{at}/{name}": tensor for name, tensor in parts.items()}
     return SavedMemory(tensors, kv, known)

@@ -212,7 +212,9 @@ class Scheduler:
         """Have a request go on where the states of its model's layers stand; what it had beyond is computed again."""
         if self.pool.states is None:
             return
-        lost = request.sequence.resume(self.chunk)
+        sequence = request.sequence
+        sequence.resume(self.chunk)
+        lost, sequence.owed = sequence.owed, 0
         if lost:
             report = request.report
             report.recomputed_tokens += lost
@@ -264,6 +266,10 @@ class Scheduler:
         wait, the last of them first."""
         while missing > self.pool.free_blocks and self.prefixes is not None and self.prefixes.evict():
             pass
+        for sequence in self.idle.values() if self.pool.states is not None else ():
+            if missing <= self.pool.free_blocks:
+                return
+            sequence.resume(self.chunk)  # keys behind the last state that is left are of no use
         while missing > self.pool.free_blocks and self.idle:
             _, sequence = self.idle.popitem(last=False)
             sequence.drop_kv()

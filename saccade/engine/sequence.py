@@ -82,6 +82,7 @@ class Sequence:
         self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
         self.turn_start: _Mark | None = None  # where the last turn began
         self.turn: Request | None = None  # what is being computed for it now
+        self.owed = 0  # tokens that are computed again as a state went: see `resume`
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
         """Append tokens to be computed in ``phase``; decode tokens of one turn share a span."""
@@ -148,9 +149,11 @@ class Sequence:
 
     def resume(self, chunk: int) -> int:
         """Go back to where the model's layers that keep a state have one, if that after the last token is gone: what
-        follows is computed again as it was, in chunks of so many rows. Returns how many tokens that are."""
+        follows is computed again as it was, in chunks of so many rows. Returns how many tokens that are; ``owed`` has
+        those that no report has told of."""
         left = self.memories.resume(self.id, self.computed, lambda at: _resumes(self.spans, at, chunk))
         lost, self.computed = self.computed - left, left
+        self.owed += lost
         if lost and self.rope_regime(len(self.tokens)) == self.rope_regime(1):
             self.spans = _merged_if_dense(self.spans)
         return lost
@@ -202,7 +205,7 @@ class Sequence:
 
     def _lose_kv(self) -> None:
         """All blocks are given back."""
-        self.computed = 0
+        self.computed = self.owed = 0
         if self.rope_regime(len(self.tokens)) == self.rope_regime(1):
             self.spans = _merged_if_dense(self.spans)
 

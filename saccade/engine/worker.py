@@ -265,8 +265,8 @@ def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers
     keeping = getattr(runner, "keeping", None)
     if keeping is not None and not keeping.in_slots(device):
         return None  # its modules know states as tensors of their own, not by what a step reads on the device
-    if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:
-        return None  # as for every kernel: see ops.triton.dispatch.supports
+    if triton.serves_heads(runner.spec.head_dim, runner.spec.value_dim) is not None:
+        return None
     from saccade.engine.device import DeviceBackend  # needs Triton
 
     return DeviceBackend(cast(Any, runner), cuda_graphs, setting.watch, covers)

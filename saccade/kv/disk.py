@@ -2,10 +2,10 @@
 
 The file has no name: it is unlinked as soon as it is open, so that the system takes it back however this process ends.
 A page at its head names the version and the KV format; behind it lie *cells* of equal size, each a frame and a part's
-keys and values. A frame says whose part it is (this file, layer, block, generation) and which write of the file it was,
-and holds checksums of both halves, so that a torn, flipped, stale or misplaced part is known before anything reads it.
-An older version of the same part in the same cell is sound in all else: its write alone tells that a later one was
-lost.
+keys and values, or keys alone where values are channels of them. A frame says whose part it is (this file, layer,
+block, generation) and which write of the file it was, and holds checksums of both halves (of nothing for one that is
+not stored), so that a torn, flipped, stale or misplaced part is known before anything reads it. An older version of the
+same part in the same cell is sound in all else: its write alone tells that a later one was lost.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Slots(Protocol):
     def k(self) -> Tensor: ...
     @property
     def v(self) -> Tensor: ...
+    @property
+    def parts(self) -> tuple[Tensor, ...]: ...
 
 
 class DiskTier:
@@ -75,14 +77,13 @@ class DiskTier:
 
     def __init__(self, folder: Path, max_bytes: int, storage: Slots, system: System = os) -> None:
         self.format, self._system = storage.format, system
-        self._half = storage.format.half_bytes(storage.format.k)
-        self.cell_bytes = _FRAME.size + 2 * self._half
+        self.cell_bytes = _FRAME.size + storage.format.block_bytes
         self.cells = (max_bytes - PAGE) // self.cell_bytes
         if self.cells < 1:
             raise SaccadeError(
                 f"kv_disk={show_bytes(max_bytes)} holds no KV block; give at least {PAGE + self.cell_bytes} bytes"
             )
-        self._k, self._v = (part.view(torch.uint8).flatten(1).numpy() for part in (storage.k, storage.v))
+        self._parts = [part.view(torch.uint8).flatten(1).numpy() for part in storage.parts]
         self._tag = os.urandom(8)
         self._fd = _private_file(folder, _header(storage.format, self.cell_bytes, self._tag))
         free = os.fstatvfs(self._fd)
@@ -180,17 +181,21 @@ class DiskTier:
                 first = at
         return runs if cells else []
 
-    def _frame(self, part: Part, cell: int, k: Any, v: Any) -> bytes:
-        sums, write = (bytes.fromhex(checksum(k)), bytes.fromhex(checksum(v))), int(self._write_of[cell])
+    def _halves(self, slot: int) -> list[Any]:
+        return [part[slot] for part in self._parts]
+
+    def _frame(self, part: Part, cell: int, halves: Sequence[Any]) -> bytes:
+        sums = [bytes.fromhex(checksum(half)) for half in (*halves, b"")[:2]]
+        write = int(self._write_of[cell])
         return _FRAME.pack(_MAGIC, VERSION, part.layer, part.block, write, part.generation, self._tag, *sums)
 
     def _write_record(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> bool:
         buffers: list[Any] = []
         for part, cell, slot in zip(parts, cells, slots):
-            k, v = self._k[slot], self._v[slot]
+            halves = self._halves(slot)
             self._writes = (self._writes + 1) % (1 << 32)
             self._write_of[cell] = self._writes
-            buffers += (self._frame(part, cell, k, v), k, v)
+            buffers += (self._frame(part, cell, halves), *halves)
         try:
             written = self._system.pwritev(self._fd, buffers, self._offset(cells[0]))
         except OSError:
@@ -211,7 +216,7 @@ class DiskTier:
         frames = [bytearray(_FRAME.size) for _ in own]
         buffers: list[Any] = []
         for frame, (_, _, slot) in zip(frames, own):
-            buffers += (frame, self._k[slot], self._v[slot])
+            buffers += (frame, *self._halves(slot))
         try:
             got = self._system.preadv(self._fd, buffers, self._offset(own[0][1])) // self.cell_bytes
         except OSError:
@@ -219,7 +224,7 @@ class DiskTier:
         return [
             i
             for i, (frame, (part, cell, slot)) in enumerate(zip(frames, own))
-            if i >= got or bytes(frame) != self._frame(part, cell, self._k[slot], self._v[slot])
+            if i >= got or bytes(frame) != self._frame(part, cell, self._halves(slot))
         ]
 
     def _offset(self, cell: int) -> int:

@@ -20,8 +20,12 @@ class KVFormat:
     """The layout of a block's keys, and of its values: contiguous rows [kv_heads, block_size, width].
 
     Rows of ``head_dim`` values go in and come out in ``dtype``; ``k`` and ``v`` say how keys and values are stored.
-    ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``block_size``: tokens of a block, one of
-    BLOCK_SIZES. Raises SaccadeError for a layout that does not exist.
+    ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``value_dim``: None, or that a value is
+    the first so many channels of its key, and is not stored (latent attention): whoever reads values reads keys, and of
+    what comes of them the channels behind those mean nothing. ``filled``: None, or that values are zeros behind so many
+    channels, which kernels need not read; nor do those of what comes of them mean anything. ``block_size``: tokens of a
+    block, one of BLOCK_SIZES.
+    Raises SaccadeError for a layout that does not exist.
     """
 
     dtype: torch.dtype
@@ -31,6 +35,8 @@ class KVFormat:
     k: RowFormat = AUTO
     v: RowFormat = AUTO
     turned: bool = False
+    value_dim: int | None = None
+    filled: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -42,11 +48,23 @@ class KVFormat:
                 f"keys of format {self.k.name!r} and values of {self.v.name!r}: kernels find both by one offset; give "
                 "one format for both"
             )
+        for name, channels in (("value_dim", self.value_dim), ("filled", self.filled)):
+            if channels is not None and not 1 <= channels <= self.head_dim:
+                raise SaccadeError(f"{name}={channels} must be from 1 to head_dim={self.head_dim}")
 
     @property
-    def parts(self) -> tuple[RowFormat, RowFormat]:
-        """Of keys and of values."""
-        return self.k, self.v
+    def joined(self) -> bool:
+        """Whether values are channels of the keys."""
+        return self.value_dim is not None
+
+    @property
+    def parts(self) -> tuple[RowFormat, ...]:
+        """Of what is stored: keys and values, or keys alone."""
+        return (self.k,) if self.joined else (self.k, self.v)
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Of keys and values, in any shape, those that are stored, one for each of :attr:`parts`."""
+        return (k,) if self.joined else (k, v)
 
     def shape(self, slots: int, rows: RowFormat) -> tuple[int, int, int, int]:
         """Of the tensor of all keys, or of all values: [slots, kv_heads, block_size, width]."""
@@ -59,7 +77,7 @@ class KVFormat:
     @property
     def block_bytes(self) -> int:
         """Bytes of one slot: one layer's keys and values of one block, all KV heads."""
-        return self.half_bytes(self.k) + self.half_bytes(self.v)
+        return sum(map(self.half_bytes, self.parts))
 
     def decode(self, stored: Tensor, rows: RowFormat) -> Tensor:
         """Stored rows [..., width] as keys, or values, [..., head_dim]."""

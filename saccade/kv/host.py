@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.compute import Compute
 from saccade.kv.pinned import PinnedMemory
+from saccade.kv.rows import Blocks
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Loading, Parts, TierCounts
 from saccade.machine import show_bytes
 
 Array = np.ndarray[Any, Any]
-Halves = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostTier:
@@ -51,10 +50,11 @@ class HostTier:
         self.device = storage.device
         self.memory = PinnedMemory(self.cells * block_bytes, self.device)
         halves = self.memory.data.split([self.cells * self.format.half_bytes(rows) for rows in self.format.parts])
-        self.k, self.v = (
+        self._parts = tuple(
             half.view(rows.dtype(self.format.dtype)).view(self.format.shape(self.cells, rows))
             for half, rows in zip(halves, self.format.parts)
         )
+        self.k, self.v = self._parts[0], self._parts[-1]
         self._begin()
         self.counts = TierCounts()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -79,7 +79,7 @@ class HostTier:
             index = np.array(cells) - 1
             self._owner[index] = np.array(parts[:count])
             with self._copying():
-                self._move((self.storage.k, self.storage.v), np.array(slots[:count]), (self.k, self.v), index)
+                self._move(self.storage.parts, np.array(slots[:count]), self._parts, index)
                 self._written = self._last = self._event()
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
@@ -106,7 +106,7 @@ class HostTier:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         with self._copying():
-            self._move((self.k, self.v), index, (self.storage.k, self.storage.v), np.array(slots))
+            self._move(self._parts, index, self.storage.parts, np.array(slots))
             loaded = self._event()
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)
@@ -132,6 +132,7 @@ class HostTier:
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
         self.k = self.v = self.storage.k.new_empty(0, device="cpu")
+        self._parts = ()
         self.memory.close()
 
     def wait_for(self, loaded: Any) -> None:
@@ -160,10 +161,10 @@ class HostTier:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _move(self, source: Halves, which: Array, target: Halves, where: Array) -> None:
+    def _move(self, source: Blocks, which: Array, target: Blocks, where: Array) -> None:
         """Copy parts: blocks, or what lies there of one KV head."""
         if self.heads > 1:
-            source, target = ((k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]) for k, v in (source, target))
+            source, target = (tuple(part.flatten(0, 1)[:, None] for part in parts) for parts in (source, target))
             which, where = which * self.heads + self._head, where * self.heads + self._head
         listed = [torch.from_numpy(one.astype(np.int64)) for one in (which, where)]
         self.storage.mover.copy_blocks(source, listed[0], target, listed[1])

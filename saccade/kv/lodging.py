@@ -101,6 +101,6 @@ class Lodging(PartCells):
             self.offers.withdraw(self.slots_of(layer, blocks))
         if self.debug and self.pool.storage.k.is_floating_point():
             slots = self.slots_of(layer, blocks).tolist()
-            for part in (self.pool.storage.k, self.pool.storage.v):
+            for part in self.pool.storage.parts:
                 (part if self._head is None else part[:, self._head])[slots] = float("nan")
         self.pool.evict(layer, blocks.tolist(), self._head)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.kv.paged import Paged
 
-Blocks = tuple[Tensor, Tensor]  # keys and values
+Blocks = tuple[Tensor, ...]  # keys and values, or what is stored of them
 
 
 class Filler(Protocol):
@@ -43,7 +43,7 @@ class RowMover(Protocol):
         [kv_heads, stop - start, width]."""
 
     def copy_blocks(self, source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
-        """Copy blocks ``which`` of ``source`` to ``where`` in ``target``, keys and values ([blocks, kv_heads,
+        """Copy blocks ``which`` of ``source`` to ``where`` in ``target``, the parts of storage ([blocks, kv_heads,
         block_size, head_dim] each) of a device, or of host memory that it reaches. Both int64 [n] on the host."""
 
     def summarize(self, paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
@@ -62,8 +62,9 @@ class RowMover(Protocol):
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     """See RowMover."""
     size, count, table = paged.format.block_size, k.shape[1], paged.block_table
-    stored = paged.format.k.encode(k, paged.k.dtype), paged.format.v.encode(v, paged.v.dtype)
-    pools = list(zip((paged.k, paged.v), stored))
+    layout = paged.format
+    parts = zip(layout.stored(paged.k, paged.v), layout.parts, layout.stored(k, v))
+    pools = [(pool, rows.encode(given, pool.dtype)) for pool, rows, given in parts]
     if table.shape[0] > 1 or table.is_cuda:  # a GPU's slots are not known here, and asking for them would wait
         positions = torch.arange(start, start + count, device=table.device)
         slots = table[:, positions // size].long()  # [kv_heads or 1, t]

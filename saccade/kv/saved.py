@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from saccade.kv.format import VERSION, KVFormat
 from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import KINDS, kept_dtype, parts_of
+from saccade.kv.view import KVView
 
 
 @dataclass(frozen=True)
 class SavedKV:
-    """``tensors``: ``k`` and ``v`` [layers, kv_heads, length, head_dim], and kept summaries under
+    """``tensors``: ``k`` and ``v`` [layers, kv_heads, length, head_dim] (``k`` alone where values are channels of keys,
+    and ``value_dim`` among the numbers), and kept summaries under
     ``summary/<layer>/<kind>/<block size>``. ``metadata``: version, layers, kv_heads, head_dim and length, numbers, and
     dtype, a name; a SavedKV can be written as any format of named tensors."""
 
@@ -29,7 +31,7 @@ class SavedKV:
     def check(self, format: KVFormat, layers: int) -> None:
         """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
         differ."""
-        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False}
+        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False, "value_dim": None}
         written = {name: value for name, value in plain.items() if name in self.metadata}
         for name, own in (written | described(format, layers)).items():
             if self.metadata.get(name) != own:
@@ -46,6 +48,7 @@ def described(format: KVFormat, layers: int) -> dict[str, Any]:
         "dtype": str(format.dtype).removeprefix("torch."),
         **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
         **({"turned": True} if format.turned else {}),
+        **({"value_dim": format.value_dim} if format.joined else {}),
     }
 
 
@@ -54,7 +57,7 @@ def save_kv(kv: SequenceKV) -> SavedKV:
     resident."""
     length = kv.between_steps("saved")
     views = [kv.view(layer) for layer in range(kv.layers)]
-    tensors = {name: torch.stack(part) for name, part in zip("kv", zip(*(view.stored() for view in views)))}
+    tensors = {name: torch.stack(part) for name, part in _parts(views, 0, length)}
     return SavedKV(tensors | kv.known.save(), described(kv.pool.format, kv.layers) | {"length": length})
 
 
@@ -71,7 +74,7 @@ def load_kv(pool: BlockManager, saved: SavedKV) -> SequenceKV:
     own.reserve(length)
     device = pool.storage.device
     for layer, (k, v) in enumerate(zip(keys, values)):
-        own.append(layer, k.to(device), v.to(device))
+        own.append(layer, *_sent(k, v, device))
     own.known.load(saved.tensors, device)
     return own
 
@@ -81,10 +84,13 @@ def copy_rows(kv: SequenceKV, start: int, stop: int) -> dict[str, Tensor]:
     and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers, blocks, parts,
     kv_heads, head_dim]."""
     views = [kv.view(layer) for layer in range(kv.layers)]
-    tensors = {
-        name: torch.stack(part).cpu() for name, part in zip("kv", zip(*(view.stored(start, stop) for view in views)))
-    }
+    tensors = {name: torch.stack(part).cpu() for name, part in _parts(views, start, stop)}
     return tensors | kv.known.rows(start, stop)
+
+
+def _parts(views: Sequence[KVView], start: int, stop: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """What is stored of tokens ``start .. stop - 1``, by name, of all layers."""
+    return zip("kv", zip(*(view.format.stored(*view.stored(start, stop)) for view in views)))
 
 
 def append_rows(kv: SequenceKV, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
@@ -96,13 +102,14 @@ def append_rows(kv: SequenceKV, tensors: Mapping[str, Tensor], count: int | None
     kv.reserve(start + k.shape[2])
     device = kv.pool.storage.device
     for layer in range(kv.layers):
-        kv.append(layer, k[layer].to(device), v[layer].to(device))
+        kv.append(layer, *_sent(k[layer], v[layer], device))
     kv.known.append_rows(tensors, start, device)
 
 
 def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: int | None) -> tuple[Tensor, Tensor]:
     """Keys and values of ``count`` tokens, of any number for None. SaccadeError where they are none of this format."""
-    k, v = tensors.get("k"), tensors.get("v")
+    k = tensors.get("k")
+    v = k if format.joined else tensors.get("v")
     if k is None or v is None or k.dim() != 4:
         raise SaccadeError("stored rows have no keys and values [layers, kv_heads, tokens, head_dim]")
     for part, rows in zip((k, v), format.parts):
@@ -112,6 +119,11 @@ def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: i
         if part.shape != expected:
             raise SaccadeError(f"stored rows have the shape {list(part.shape)}, not {list(expected)}")
     return k, v
+
+
+def _sent(k: Tensor, v: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    there = k.to(device)
+    return there, there if v.data_ptr() == k.data_ptr() else v.to(device)
 
 
 def check_summaries(

@@ -128,7 +128,7 @@ class SequenceKV:
         ):  # a decode step: the host knows its slot, and a device needs no index
             slot, offset = self.place(layer)
             storage = self.pool.storage
-            for pool, rows, row in zip((storage.k, storage.v), self._format.parts, (k, v)):
+            for pool, rows, row in zip(storage.parts, self._format.parts, self._format.stored(k, v)):
                 pool.select(0, slot).select(1, offset).copy_(rows.encode(row.select(1, 0), pool.dtype))
             self._sealed(range(layer, layer + 1), start, start + 1)
             return

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.state_journal import StateJournal
 from saccade.kv.states import StatePool, check_parts
 
 EVERY = 4096  # tokens between two snapshots, at most
+
+
+def spaced(there: Sequence[int], length: int, last: int = 0) -> list[int]:
+    """Of snapshots after ``there`` tokens, rising, the fewest with which none of the first ``length`` tokens is more
+    than ``EVERY`` behind one, as far as that can be; there is one after ``last``."""
+    made: list[int] = []
+    while length - last > EVERY:
+        near = [one for one in there if last < one <= last + EVERY] or [one for one in there if one > last][:1]
+        if not near or near[-1] >= length:
+            break
+        last = near[-1]
+        made.append(last)
+    return made
 
 
 class SequenceStates:
@@ -19,7 +33,8 @@ class SequenceStates:
     else's while a step runs. All others are snapshots, which the pool may give up for others. ``spare``: a second slot,
     where a device puts the next state and leaves this one as it was: a step of its that fails, or that nobody asks for,
     has done nothing. ``spoilt``: the step after this one, which writes to ``slot``, was launched while this one might
-    still fail.
+    still fail. ``journal``: what layers do with rows of which the last may be taken back, from :meth:`set_aside` to
+    :meth:`settled`.
     """
 
     def __init__(self, pool: StatePool) -> None:
@@ -27,6 +42,9 @@ class SequenceStates:
         self.slot: int | None = None
         self.spare: int | None = None
         self.spoilt = False
+        self.journal: StateJournal | None = None
+        self._base: tuple[int, int | None] | None = None  # what was set aside: after how many tokens, and its slot
+        self._rows = 0  # of the last step
         self._more = 0  # tokens of this step beside those that it was scheduled for
         self._stands: int | None = None  # tokens that ``slot`` stands after; None within a step
         self._kept: dict[int, int] = {}  # snapshots: slots by the tokens that they stand after
@@ -62,6 +80,15 @@ class SequenceStates:
             self.slot, self._stands = self._kept[start], start
             self.pool.pin(self.slot)
             self.pool.touch(self.slot)
+
+    def set_aside(self, start: int) -> None:
+        """Rows from ``start`` on may be taken back: until they are :meth:`settled`, or all of them cut off, the state
+        there stays in a second slot, which there must be room for."""
+        if self._base is None:
+            self.pin(start)
+            self._base = start, self.slot
+            if self.slot is not None:
+                self.pool.pin(self.slot)
 
     def begin(self, start: int, keep: bool = False) -> None:
         """Rows from ``start`` on, which was pinned, are about to be computed, and change ``slot``; with ``keep`` where
@@ -109,14 +136,25 @@ class SequenceStates:
         """The step ended well after ``length`` tokens, of which it computed ``rows``. A snapshot is due with ``keep``,
         or where one more such step would leave more than ``EVERY`` tokens without any."""
         assert self.slot is not None, "a step begins before it ends"
-        length, rows = length + self._more, rows + self._more
-        self._stands = length
+        self._stands, self._rows = length + self._more, rows + self._more
         if self.inner is not None:
             (at, slot), self.inner = self.inner, None
             self._keep(at, slot)
             self.pool.unpin(slot)
-        if keep or length + rows - max(self._kept, default=0) > EVERY:
-            self._keep(length, self.slot)
+        if self._base is None:  # else not all of these tokens may stay
+            self._keep_if_due(keep)
+
+    def settled(self) -> None:
+        """Nobody takes rows of the last step back any more."""
+        self._drop_base()
+        if self._stands is not None:
+            self._keep_if_due(False)
+
+    def _keep_if_due(self, anyway: bool) -> None:
+        assert self.slot is not None, "a state stands somewhere"
+        assert self._stands is not None, "a state stands somewhere"
+        if anyway or self._stands + self._rows - max(self._kept, default=0) > EVERY:
+            self._keep(self._stands, self.slot)
 
     def rest(self) -> None:
         """No step follows for now: where it stands is a snapshot like any other."""
@@ -125,11 +163,41 @@ class SequenceStates:
         self._leave()
 
     def truncate(self, length: int) -> None:
-        """Forget the states after more than ``length`` tokens, and that of a step that broke."""
-        if self._stands is None or self._stands > length:
+        """Forget the states after more than ``length`` tokens, and that of a step that broke. Of rows that came after a
+        state was set aside the first ones may stay: they are done again to it, as they were."""
+        if self._base is not None and self._base[0] <= length:
+            self._go_back(length)
+        elif self._stands is None or self._stands > length:
             self._leave()
         for one in [one for one in self._kept if one > length]:
             self.pool.release(self._kept.pop(one), self)
+
+    def _go_back(self, length: int) -> None:
+        """To ``length`` tokens, no fewer than were set aside."""
+        assert self._base is not None, "a state was set aside"
+        start, base = self._base
+        if start == length:
+            if self._stands == start:  # no row has been computed
+                self._drop_base()
+                return
+            self._base = None  # whose pin is the state's own from now on
+            self._leave()
+            self.slot, self._stands = base, start if base is not None else None
+        elif self.journal is None or self.slot is None:
+            self._leave()
+        elif self._stands != length:  # or a row after these broke
+            self._stands = None
+            if base is None:
+                self.pool.clear(self.slot)
+            else:
+                self.pool.copy(base, self.slot)
+            self.journal.run(self.slot, length - start)
+            self._stands = length
+
+    def _drop_base(self) -> None:
+        base, self._base, self.journal = self._base, None, None
+        if base is not None and base[1] is not None:
+            self.pool.unpin(base[1])
 
     def fork(self, length: int | None = None) -> SequenceStates:
         """Another sequence's states after the same tokens, or the first ``length`` of them: slots are shared."""
@@ -147,13 +215,15 @@ class SequenceStates:
         slot = self.slot if length == self._stands else self._kept.get(length)
         return None if slot is None else self.pool.read(slot)
 
-    def load(self, length: int, parts: Mapping[str, Tensor]) -> None:
-        """Take in the state after ``length`` tokens. SaccadeError for parts of another shape or type; CapacityError
-        where all slots are in use."""
+    def load(self, length: int, parts: Mapping[str, Tensor], anyway: bool = True) -> None:
+        """Take in the state after ``length`` tokens; unless ``anyway``, only where no snapshot that is worth more has
+        to go for it. SaccadeError for parts of another shape or type; CapacityError where all slots are in use."""
         why = check_parts(self.pool.format, parts)
         if why is not None:
             raise SaccadeError(f"saved: {why}")
-        slot = self.pool.take()
+        slot = self.pool.take() if anyway else self.pool.take_for(self.gap(length))
+        if slot is None:
+            return
         self.pool.write(slot, parts)
         self._keep(length, slot)
         self.pool.unpin(slot)
@@ -190,4 +260,5 @@ class SequenceStates:
         if self.inner is not None:
             self.pool.unpin(self.inner[1])
         self.drop_spare()
+        self._drop_base()
         self.slot = self._stands = self.inner = None

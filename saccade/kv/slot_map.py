@@ -121,7 +121,7 @@ class SlotMap:
         self.catch_up()
         taken = taken_from(self._free_slots[row], min(count, len(self._free_slots[row])))
         heads = self.rows
-        for part in (self.storage.k, self.storage.v):
+        for part in self.storage.parts:
             release_rows(part if heads == 1 else part.flatten(0, 1), [slot * heads + row for slot in taken])
         return taken
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -55,13 +56,16 @@ class StatePool:
     """``slots`` slots of ``format`` on ``device``; ``tensors`` by part, [layers, slots, ...], never move.
 
     A slot is *pinned* while a sequence computes with it, *held* by sequences that may go back to it, else free.
-    ``given_up``: snapshots that went for others. ``block``: where others go on from a sequence's snapshots, the tokens
-    of which they take whole multiples; else 0. Not safe for use by several threads at once. CapacityError where there
-    is no such memory.
+    ``given_up``: snapshots that went for others; ``losers``: whose they were, until somebody has looked at them;
+    ``orphaned``: tokens of prefixes that were given up as nobody could go on from their keys any more. ``block``: where
+    others go on from a sequence's snapshots, the tokens of which they take whole multiples; else 0. Not safe for use by
+    several threads at once. CapacityError where there is no such memory.
     """
 
     def __init__(self, format: StateFormat, slots: int, device: torch.device | str = "cpu") -> None:
-        self.format, self.slots, self.given_up, self.block = format, slots, 0, 0
+        self.format, self.slots, self.block = format, slots, 0
+        self.given_up = self.orphaned = 0
+        self.losers: WeakSet[SequenceStates] = WeakSet()
         try:
             self.tensors: Mapping[str, Tensor] = format.empty(slots, device)
         except RuntimeError as error:
@@ -98,6 +102,7 @@ class StatePool:
             "in_use": pinned,
             "snapshots": max(0, self.used - pinned),
             "given_up": self.given_up,
+            "orphaned": self.orphaned,
             "bytes": self.nbytes,
         }
 
@@ -118,12 +123,22 @@ class StatePool:
             self._age = self._worth(slot)
             for states in list(self._held[slot]):
                 states.lose(slot)
+                self.losers.add(states)
             self.given_up += 1
             if slot == own:
                 return slot
         slot = self._free.pop()
         self._pins[slot] = 1
         return slot
+
+    def take_for(self, gap: int) -> int | None:
+        """A slot, pinned, for a snapshot without which ``gap`` tokens would be computed again; None where no slot is
+        free, and all snapshots are worth more."""
+        if not self._free:
+            can = [slot for slot in self._held if slot not in self._pins]
+            if not can or min(map(self._worth, can)) >= self._age + gap:
+                return None
+        return self.take()
 
     def take_spare(self, states: SequenceStates) -> int | None:
         """A slot, pinned, that ``states`` gives back where others need it (``drop_spare``); None where all slots are

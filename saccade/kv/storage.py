@@ -24,7 +24,8 @@ ALIGNED = 4096  # bytes: pools begin where any row may
 
 
 class KVStorage:
-    """``k`` and ``v``: [num_blocks, kv_heads, block_size, width], laid out as ``format`` says, never moved.
+    """``k`` and ``v``: [num_blocks, kv_heads, block_size, width], laid out as ``format`` says, never moved; one tensor
+    where values are channels of the keys. ``parts``: the tensors that there are.
 
     ``mover`` copies rows into slots and out of them. By default it is torch's indexing; whoever makes storage on a GPU
     hands in what has a kernel for it. Raises CapacityError where there is no room for one slot, or no such memory.
@@ -39,7 +40,7 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.mover: RowMover = rows if mover is None else mover
         try:
-            self.k, self.v = (
+            self.parts = tuple(
                 _aligned(format.shape(num_blocks, rows), rows.dtype(format.dtype), device) for rows in format.parts
             )
         except RuntimeError as error:
@@ -47,7 +48,8 @@ class KVStorage:
             raise CapacityError(
                 f"a KV pool of {show_bytes(wanted)} cannot be had on {device}; give a smaller kv_memory"
             ) from error
-        for part in (self.k, self.v):
+        self.k, self.v = self.parts[0], self.parts[-1]
+        for part in self.parts:
             ask_for_huge_pages(part)
 
     @property
@@ -58,7 +60,7 @@ class KVStorage:
         """Copy the rows of slots ``source`` to slots ``target``, int [n, kv_heads or 1] on the host: with a column for
         each KV head, that head's rows alone."""
         source, target = (slots.long().to(self.device) for slots in (source, target))
-        for part in (self.k, self.v):
+        for part in self.parts:
             if source.shape[1] == 1:
                 part[target[:, 0]] = part[source[:, 0]]
             else:
@@ -75,6 +77,11 @@ class CellStorage:
     format: KVFormat
     mover: RowMover = rows
     device: torch.device = HOST
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """See KVStorage."""
+        return self.format.stored(self.k, self.v)
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> Tensor:

@@ -170,17 +170,19 @@ class TieredView(KVView):
         index = positions.long()
         block, offset = (index // size).cpu().numpy(), index % size
         wanted = np.unique(block)
-        k, v = (part.new_empty(index.numel(), part.shape[-1]) for part in (own.k, own.v))
+        pools = self.format.stored(own.k, own.v)
+        parts = [pool.new_empty(index.numel(), pool.shape[-1]) for pool in pools]
         for first in range(0, len(wanted), self.piece_blocks):
             some = wanted[first : first + self.piece_blocks]
             with self._hold_head(some, kv_head):
                 if len(some) == len(wanted):
                     slots = self._slots(block, kv_head)
-                    return self._rows(own.k[slots, kv_head, offset], own.v[slots, kv_head, offset])
+                    return self._rows([pool[slots, kv_head, offset] for pool in pools])
                 found = np.nonzero((block >= some[0]) & (block <= some[-1]))[0]
                 here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found], kv_head)
-                k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
-        return self._rows(k, v)
+                for part, pool in zip(parts, pools):
+                    part[here] = pool[slots, kv_head, offset[here]]
+        return self._rows(parts)
 
     def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         return None  # blocks come in piece by piece
@@ -192,7 +194,8 @@ class TieredView(KVView):
         return self.format.decode(self._gathered(self._paged.v, start, stop), self.format.v)
 
     def stored(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
-        return self._gathered(self._paged.k, start, stop), self._gathered(self._paged.v, start, stop)
+        parts = [self._gathered(part, start, stop) for part in self.format.stored(self._paged.k, self._paged.v)]
+        return parts[0], parts[-1]
 
     def _gathered(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
         stop = self.length if stop is None else stop

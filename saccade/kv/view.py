@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,7 +144,7 @@ class KVView:
         return self.format.decode(self._mover.gather(own.k, own.block_table, *self._span(start, stop)), self.format.k)
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Contiguous copy of values ``start .. stop - 1``."""
+        """Contiguous copy of values ``start .. stop - 1``; of a format's ``value_dim`` channels are values."""
         own = self._paged
         return self.format.decode(self._mover.gather(own.v, own.block_table, *self._span(start, stop)), self.format.v)
 
@@ -152,7 +152,8 @@ class KVView:
         """Keys and values ``start .. stop - 1`` as they are stored, which :meth:`write` takes too: contiguous copies
         [kv_heads, stop - start, width]."""
         own, span = self._paged, self._span(start, stop)
-        return self._mover.gather(own.k, own.block_table, *span), self._mover.gather(own.v, own.block_table, *span)
+        parts = [self._mover.gather(part, own.block_table, *span) for part in self.format.stored(own.k, own.v)]
+        return parts[0], parts[-1]
 
     def head_keys(self, kv_head: int, stop: int) -> Tensor:
         """Contiguous copy of one KV head's first ``stop`` keys: [stop, head_dim]."""
@@ -168,7 +169,7 @@ class KVView:
         slots, offsets = self._table(kv_head)[index // self.block_size].long(), index % self.block_size
         if self._gaps and (slots < 0).any():
             raise SaccadeError("keys of a block that is not resident were asked for: admit it first")
-        return self._rows(own.k[slots, kv_head, offsets], own.v[slots, kv_head, offsets])
+        return self._rows([part[slots, kv_head, offsets] for part in self.format.stored(own.k, own.v)])
 
     def summary(self, kind: str, block_size: int) -> Tensor:
         """Summary of every *full* block of ``block_size`` tokens: [full, parts, kv_heads, head_dim], fp32 or the keys'
@@ -204,9 +205,10 @@ class KVView:
         if missing:
             raise SaccadeError(f"positions {start}..{stop} lie in a block that is not resident: admit it first")
 
-    def _rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stored keys and values."""
-        return self.format.decode(k, self.format.k), self.format.decode(v, self.format.v)
+    def _rows(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows as they are stored."""
+        parts = [self.format.decode(part, rows) for part, rows in zip(stored, self.format.parts)]
+        return parts[0], parts[-1]
 
     def _span(self, start: int, stop: int | None) -> tuple[int, int]:
         """Positions ``start .. stop - 1``, all stored and resident; SaccadeError where they are not."""

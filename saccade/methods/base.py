@@ -202,6 +202,11 @@ class Method(PolicyPart):
         that the lists stay small."""
         return False
 
+    @property
+    def asks_states(self) -> bool:
+        """Whether :meth:`select_prefill` looks at what decode rows left: then it is given keys as these were."""
+        return False
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         """Which keys the rows of an appended chunk read (q_len <= k_len)."""
         return Dense(chunk.shape)

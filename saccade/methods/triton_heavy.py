@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from saccade.ops.row_words import HeavyWords
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_lists import entries_from
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.state_words import places
 
 W = places(HeavyWords)

@@ -38,7 +38,8 @@ class ModelFacts:
     decode step of one sequence reads: no embedding that is no head too, and of experts those of one token.
     ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``; ``state_bytes``: of what
     ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without one.
-    ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules."""
+    ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules. ``latent``: whether
+    what is kept of a token is a latent, a row of ``head_dim`` channels which all heads share."""
 
     path: Path
     family: str
@@ -63,6 +64,7 @@ class ModelFacts:
     tokenizer: str | None
     chat_template: bool
     own_loop: bool
+    latent: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -166,6 +168,10 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         for tensor in header.tensors:
             formats[tensor.kind] += tensor.nbytes
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads, row = config.num_key_value_heads, 2 * head_dim
+    if family.latent:
+        head_dim = row = config.kv_lora_rank + config.qk_rope_head_dim
+        kv_heads = 1
     windows = configured_windows(family, config)
     keeps = bool(keeping_layers(family, config))
     with quiet_transformers():
@@ -179,7 +185,7 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         parameters=sum(one.numel() for one in checkpoint.shapes.values()) if here else sum(numbers.values()),
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         context=max_position(config),
         windows=sum(window is not None for window in windows),
@@ -191,7 +197,8 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         step_share=_read_each_step(config, numbers) / max(1, sum(numbers.values())),
         state_layers=0 if states is None else states.layers,
         state_bytes=0 if states is None else states.nbytes,
-        token_bytes=2 * len(windows) * config.num_key_value_heads * head_dim * dtype.itemsize,
+        token_bytes=len(windows) * kv_heads * row * dtype.itemsize,
+        latent=family.latent,
         tokenizer=_kind(tokenizer.available, {} if header is None else header.metadata),
         chat_template=tokenizer.available and tokenizer.has_chat_template,
         own_loop=has_shape(family, config),
@@ -217,7 +224,8 @@ def _read_each_step(config: Any, numbers: Mapping[str, int]) -> float:
     """Of a model's ``numbers`` by name, those that a decode step of one sequence reads."""
     count = next((one for name in _EXPERTS if (one := getattr(config, name, None))), None)
     share = min(1.0, getattr(config, "num_experts_per_tok", count) / count) if count else 1.0
-    embedding = 0 if config.tie_word_embeddings else numbers.get("model.embed_tokens.weight", 0)
+    named = next((one for one in ("model.embed_tokens", "model.embeddings") if f"{one}.weight" in numbers), "")
+    embedding = 0 if config.tie_word_embeddings else numbers.get(f"{named}.weight", 0)
     return sum(one * (share if ".experts." in name else 1) for name, one in numbers.items()) - embedding
 
 

@@ -51,11 +51,19 @@ class LlamaShape:
 @dataclass(frozen=True)
 class Keeping:
     """That some layers keep a state beside, or in place of, keys and values. ``module``: the part of a layer that does,
-    ``kinds``: what ``config.layer_types`` calls such layers; ``attend``: whether they attend, too."""
+    ``kinds``: what ``config.layer_types`` calls such layers; ``attend``: whether they attend, too; ``attention``: the
+    part of a layer that attends; ``neither``: what layers are called that are an MLP, or experts, alone."""
 
     module: str
     kinds: tuple[str, ...]
     attend: bool = False
+    attention: str = "self_attn"
+    neither: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """What the config may call a layer, beside one that attends."""
+        return (*self.kinds, *self.neither)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Family:
 
     ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
     inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
+    ``latent``: what layers keep of a token is a latent (models.latent).
     """
 
     model_type: str
@@ -72,13 +81,14 @@ class Family:
     rotary_per_layer_type: bool = False
     some_layers_unrotated: bool = False
     final_norm: str = "norm"
-    rotary: str = "rotary_emb"
+    rotary: str | None = "rotary_emb"  # None: it does not rotate
     scale_embedding: str | None = None
     # generate() computes the whole past again when a sequence grows into longrope's long factors.
     restarts_at_long_rope: bool = False
     finish_logits: Callable[[Tensor, Any], Tensor] = _plain
     llama_shape: LlamaShape | None = None
     keeping: Keeping | None = None
+    latent: bool = False
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
@@ -161,9 +171,21 @@ _CHECKED = (
         finish_logits=_multiplied_head,
         keeping=Keeping("mamba", ("hybrid",), attend=True),
     ),
+    Family("bamba", "BambaForCausalLM", final_norm="final_layernorm", keeping=_MAMBA),
+    Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        final_norm="norm_f",
+        rotary=None,
+        keeping=Keeping("mixer", ("linear_attention",), attention="mixer", neither=("mlp", "moe")),
+    ),
     Family("qwen3_next", "Qwen3NextForCausalLM", keeping=_DELTA),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", keeping=_DELTA),
     Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", keeping=_DELTA),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", latent=True),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", latent=True),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", latent=True),
+    Family("youtu", "YoutuForCausalLM", latent=True),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _CHECKED}
@@ -178,9 +200,11 @@ def keeping_layers(family: Family, config: Any) -> tuple[int, ...]:
 
 def attending_layers(family: Family, config: Any) -> tuple[int, ...]:
     """Which layers attend over keys and values."""
-    alone = family.keeping is not None and not family.keeping.attend
-    others = set(keeping_layers(family, config)) if alone else set()
-    return tuple(at for at in range(config.num_hidden_layers) if at not in others)
+    keeping = family.keeping
+    if keeping is None or keeping.attend:
+        return tuple(range(config.num_hidden_layers))
+    kinds = config.layer_types or ()
+    return tuple(at for at in range(config.num_hidden_layers) if at >= len(kinds) or kinds[at] not in keeping.known)
 
 
 def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:

@@ -96,12 +96,24 @@ def _norm(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
         return None
     for how in _normings(module, len(weight), gated=len(given) > 1):
         if _same(kernels.norm(rows, other["weight"], epsilon, how, *given[1:]), theirs):
-
-            def forward(x: Tensor, gate: Tensor | None = None, how: Norming = how) -> Tensor:
-                return kernels.norm(x, module.weight, epsilon, how, gate)
-
-            return forward
+            return _FusedNorm(module, epsilon, how, kernels)
     return None
+
+
+class _FusedNorm:
+    """The forward of a module that norms."""
+
+    def __init__(self, module: Any, epsilon: float, how: Norming, kernels: _Kernels) -> None:
+        self.module, self.epsilon, self.how, self.kernels = module, epsilon, how, kernels
+
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.kernels.norm(x, self.module.weight, self.epsilon, self.how, gate)
+
+
+def norm_of(module: Any) -> tuple[Tensor, float, Norming] | None:
+    """Weight, epsilon and kind of a module whose norm has been taken over; None of any other."""
+    forward = getattr(module, "forward", None)
+    return (forward.module.weight, forward.epsilon, forward.how) if isinstance(forward, _FusedNorm) else None
 
 
 def _normings(module: nn.Module, channels: int, gated: bool) -> Iterator[Norming]:

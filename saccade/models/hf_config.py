@@ -14,7 +14,7 @@ from saccade.models.headers import refuse_more_layers
 from saccade.models.packed_config import KEYS
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
-from saccade.models.text_part import text_config
+from saccade.models.text_part import SAME_AS, text_config
 
 
 def checked_config(checkpoint: Checkpoint) -> Any:
@@ -23,9 +23,12 @@ def checked_config(checkpoint: Checkpoint) -> Any:
     refuse_unsupported(checkpoint.whole, str(checkpoint.path))
     refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     try:
-        config = text_config(
-            AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
-        )
+        if checkpoint.whole["model_type"] in SAME_AS:  # which transformers has no class for
+            config = AutoConfig.for_model(**checkpoint.config)
+        else:
+            config = text_config(
+                AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+            )
     except Exception as error:  # the config classes raise many kinds
         raise ModelError(
             f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "

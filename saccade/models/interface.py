@@ -9,15 +9,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from saccade.kv.state_journal import Again
 from saccade.kv.states import StateFormat
-from saccade.ops.layer_rows import RowLayers
+from saccade.ops.layer_rows import WholeLayers
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
     these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
-    has other layers, too: which of all its layers that is. ``states``: what those others keep of a sequence, if any."""
+    has other layers, too: which of all its ``depth`` layers that is. ``states``: what others keep of a sequence, if
+    any do. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
+    KVFormat."""
 
     family: str
     layers: int
@@ -30,21 +33,30 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     places: tuple[int, ...] = ()
     states: StateFormat | None = None
+    depth: int = 0
+    value_dim: int | None = None
 
     @property
     def ends_attending(self) -> bool:
-        """Whether the model's last layer attends: rows that nobody looks at may skip it then."""
-        return self.states is None or self.places[-1] == len(self.places) + self.states.layers - 1
+        """Whether the model's last layer attends, and keeps no state: rows that nobody looks at may skip it then."""
+        if self.states is None:
+            return True
+        return self.places[-1] == self.depth - 1 and len(self.places) + self.states.layers <= self.depth
 
 
 @dataclass(frozen=True, eq=False)
 class StateRows:
     """Where layers that keep a state find it in one pass: ``parts`` by name, [state layers, slots, ...], changed in
-    place; ``slots``: of each segment. ``inner``, by segment: after how many of its rows a copy goes to which slot."""
+    place; ``slots``: of each sequence; ``spans``: its first packed row, and how many it has, where that is not what the
+    pass's segments say: drafted rows are segments each, behind each other. ``inner``, by sequence:
+    after how many of its rows a copy goes to which slot. ``journals``, by sequence: where layers note what they do, for
+    rows of which some may be taken back."""
 
     parts: Mapping[str, Tensor]
     slots: Sequence[int]
+    spans: Sequence[tuple[int, int]] | None = None
     inner: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    journals: Mapping[int, list[Again]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,39 @@ class Segment:
     rope_length: int
 
 
+@dataclass(eq=False)
+class LatentRows:
+    """The rows of one pass at a layer whose keys are latents, as whoever attends may read them instead: by the keys and
+    values of every head, where many rows read the same tokens.
+
+    ``queries`` [heads, rows, key channels]: the rows' own, as they meet such keys. ``expand(stored, heads)`` makes of
+    latents as they are stored [n, head_dim] the keys [heads, n, key channels] and values [heads, n, value_dim] of some
+    heads. ``pays_from``: of how many rows on that takes fewer products where all keys are read. Rows attended so are
+    taken (:meth:`take`); what ``run`` returns for them does not count.
+    """
+
+    queries: Tensor
+    expand: Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+    value_dim: int
+    pays_from: int
+    taken: list[tuple[slice, Tensor]] = field(default_factory=list)
+
+    def take(self, rows: slice, out: Tensor) -> None:
+        """``out`` [heads, n, value_dim] is what the n ``rows`` of the pass have read; rows rise from call to call."""
+        self.taken.append((rows, out))
+
+    def finish(self, others: Callable[[slice], Tensor]) -> Tensor:
+        """[heads, rows, value_dim]: what was taken, and of the rows between that ``others(rows)``."""
+        count, parts, done = self.queries.shape[1], list[Tensor](), 0
+        for rows, out in [*self.taken, (slice(count, count), None)]:
+            if done < rows.start:
+                parts.append(others(slice(done, rows.start)))
+            if out is not None:
+                parts.append(out)
+            done = rows.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """What a layer asks of its attention beyond q, k and v."""
@@ -68,6 +113,7 @@ class LayerAttention:
     window: int | None = None  # sliding window in tokens: row p reads keys p - window + 1 .. p
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [heads] extra logits that take part in the softmax and carry no value
+    latent: LatentRows | None = None  # of layers whose keys are latents
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +188,7 @@ class WholeRows(Protocol):
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[LayerAttention],

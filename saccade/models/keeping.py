@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -147,20 +147,23 @@ class SlotRows(_Pass):
 
 @dataclass(frozen=True, eq=False)
 class _Pieces(_Pass):
-    """One pass: the rows of sequences, and their states. ``slotted``: kernels find them in their slots."""
+    """One pass: the rows of sequences, ``spans`` as of StateRows, and their states. ``slotted``: kernels find them in
+    their slots."""
 
     states: StateRows
-    segments: Sequence[Segment]
+    spans: Sequence[tuple[int, int]]
     slotted: bool
-    singles: list[int] = field(init=False)  # segments of one row, which share a call
+    singles: list[int] = field(init=False)  # sequences of one row, which share a call
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "singles", [at for at, one in enumerate(self.segments) if one.length == 1])
+        journals = self.states.journals
+        singles = [at for at, (_, count) in enumerate(self.spans) if count == 1 and at not in journals]
+        object.__setattr__(self, "singles", singles)
 
     @cached_property
     def rows(self) -> Tensor:
         """int64 [singles], those of ``singles``; ``slots`` are theirs."""
-        return self._index([self.segments[at].start for at in self.singles])
+        return self._index([self.spans[at][0] for at in self.singles])
 
     @cached_property
     def slots(self) -> Tensor:
@@ -168,7 +171,7 @@ class _Pieces(_Pass):
 
     @cached_property
     def every(self) -> Tensor:
-        """int64 [segments]: the slots of all."""
+        """int64 [sequences]: the slots of all."""
         return self._index(list(self.states.slots))
 
     def _index(self, numbers: list[int]) -> Tensor:
@@ -181,18 +184,20 @@ class _Pieces(_Pass):
         together = self.singles if self.slotted or len(self.singles) > 1 else []
         if together:
             self._run_singles(inner, parts, hidden, out, keyword)
-        for at, segment in enumerate(self.segments):
-            if segment.length == 1 and together:
+        for at, (first, count) in enumerate(self.spans):
+            if at in together:
                 continue
-            slot, first = self.states.slots[at], segment.start
+            slot = self.states.slots[at]
             rows, copied = self.states.inner.get(at, (0, 0))
             cache = {keyword: _Cache(self._own(parts, at))}
-            for start, stop in ((first, first + rows), (first + rows, first + segment.length)):
+            for start, stop in ((first, first + rows), (first + rows, first + count)):
                 if start < stop:
                     out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **cache)
                 if rows and stop == first + rows:
                     for part in parts.values():
                         part[copied].copy_(part[slot])
+            if not self.slotted and (notes := self.states.journals.get(at)) is not None:
+                notes.append(partial(_again, inner, parts, hidden[:, first : first + count].clone(), keyword))
         return out
 
     def _run_singles(
@@ -210,12 +215,25 @@ class _Pieces(_Pass):
                 part[self.slots] = changed
 
     def _own(self, parts: Mapping[str, Tensor], at: int) -> Parts:
-        """Those of segment ``at``."""
+        """Those of sequence ``at``."""
         slot = self.states.slots[at]
         if not self.slotted:
-            return {name: part[slot : slot + 1] for name, part in parts.items()}
+            return _only(parts, slot)
         where = self.every[at : at + 1]
-        return {name: Slots(part, where, where) for name, part in parts.items()}
+        notes = self.states.journals.get(at)
+        return {name: Slots(part, where, where, notes) for name, part in parts.items()}
+
+
+def _only(parts: Mapping[str, Tensor], slot: int) -> dict[str, Tensor]:
+    return {name: part[slot : slot + 1] for name, part in parts.items()}
+
+
+def _again(
+    inner: Callable[..., Tensor], parts: Mapping[str, Tensor], hidden: Tensor, keyword: str, slot: int, rows: int
+) -> None:
+    """Take the state in ``slot`` of a layer's ``parts`` through the first rows of ``hidden`` [1, rows, channels]: where
+    no kernel of ours does what a module does with its states, by the whole module."""
+    inner(hidden_states=hidden[:, :rows], **{keyword: _Cache(_only(parts, slot))})
 
 
 class _Split:
@@ -235,7 +253,8 @@ def _with_kernels(module: Any) -> Callable[..., Tensor]:
     """The forward of ``module`` with our kernels for what it calls by name; others' modules keep their own."""
     forward = plain_forward(module)
     called = {name: forward.__globals__[name] for name in slotted.NAMES if name in forward.__code__.co_names}
-    found = {name: slotted.in_slots(name, one) for name, one in called.items()}
+    limits = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    found = {name: slotted.in_slots(name, one, limits) for name, one in called.items()}
     if not found:
         return module.forward
     return with_functions(module, found)
@@ -265,7 +284,8 @@ class KeepingLayers:
             if not isinstance(module.forward, _Split):
                 module.forward = _Split(_with_kernels(module), number)
         for number, place in enumerate(attending_layers(family, config)):
-            layers[place].self_attn.layer_idx = number  # by which it is known to whoever attends
+            attention = getattr(layers[place], family.keeping.attention)
+            attention.layer_idx = number  # by which it is known to whoever attends
         self._channels = config.hidden_size
         self._in_slots = all(map(_calls_kernels, self._modules))
 
@@ -290,7 +310,8 @@ class KeepingLayers:
             for part in parts.values():
                 part.zero_()
             states = StateRows(parts, range(len(segments)))
-        return _Pieces(states, segments, self.in_slots(device))
+        spans = states.spans or [(one.start, one.length) for one in segments]
+        return _Pieces(states, spans, self.in_slots(device))
 
     def in_slots(self, device: torch.device) -> bool:
         """Whether kernels find the states of a pass in their slots on ``device``."""

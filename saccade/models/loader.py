@@ -278,6 +278,8 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         windows=layers.windows,
         places=layers.places,
         states=layers.states,
+        depth=config.num_hidden_layers,
+        value_dim=layers.value_dim,
     )
 
 

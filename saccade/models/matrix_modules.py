@@ -3,7 +3,7 @@ weights are no plain numbers. Products, embeddings and experts are exchanged; al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -78,39 +78,33 @@ class MatrixEmbedding(nn.Module):
 
 
 class MatrixExperts(nn.Module):
-    """In the place of a family's experts, whose matrices it has apart: ``gated`` makes of what an expert's ``gate`` and
-    ``up`` give what its ``down`` takes."""
+    """In the place of a family's experts, whose matrices it has apart: ``inner`` makes of what those that an expert
+    begins with give (a gate and what it gates, or one alone) what its ``down`` takes."""
 
-    def __init__(
-        self,
-        gate: list[Matrix],
-        up: list[Matrix],
-        down: list[Matrix],
-        gated: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+    def __init__(self, first: Sequence[list[Matrix]], down: list[Matrix], inner: Callable[..., Tensor]) -> None:
         super().__init__()
-        found = [TileExperts.of(one) for one in (gate, up, down)]
+        found = [TileExperts.of(one) for one in (*first, down)]
         together = [one for one in found if one is not None]
         self.together = together if len(together) == len(found) else None
-        own = [gate, up, down] if self.together is None else [one.matrices for one in self.together]
-        self.experts, self.gated = list(zip(*own, strict=True)), gated
+        own = [*first, down] if self.together is None else [one.matrices for one in self.together]
+        self.experts, self.inner = list(zip(*own, strict=True)), inner
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows [n, channels], the experts of each int64 [n, k] and what they count for [n, k] -> [n, channels]. Few
         rows on a GPU take three launches, in which each meets its own experts; of many, those of an expert are computed
         together, once the host has learnt which they are."""
         if self.together is not None and top_k_index.numel() <= FEW:
-            gate, up, down = self.together
+            *first, down = self.together
             chosen, each = top_k_index.flatten(), top_k_index.shape[1]
-            made = self.gated(gate.product(hidden_states, chosen, each), up.product(hidden_states, chosen, each))
+            made = self.inner(*(one.product(hidden_states, chosen, each) for one in first))
             made = down.product(made, chosen).view(*top_k_index.shape, -1)
             return (made.float() * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
         out = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
-            gate, up, down = self.experts[number]
+            *begin, last = self.experts[number]
             rows, place = torch.where(top_k_index == number)
             given = hidden_states[rows]
-            made = down.product(self.gated(gate.product(given), up.product(given)))
+            made = last.product(self.inner(*(one.product(given) for one in begin)))
             out.index_add_(0, rows, (made * top_k_weights[rows, place, None]).to(out.dtype))
         return out
 
@@ -159,9 +153,10 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
 def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch.dtype) -> None:
     """Give ``model``, whose modules may hold nothing (torch's "meta" device), the weights of ``source``."""
     decoder = model.get_decoder()
-    head, embedding = model.get_output_embeddings(), decoder.embed_tokens
+    head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
     tied = bool(model.config.tie_word_embeddings)
-    table = source.matrix("model.embed_tokens", use="matrix" if tied else "table")
+    named = next(name for name, module in model.named_modules() if module is embedding)
+    table = source.matrix(named, use="matrix" if tied else "table")
     for name, module in list(model.named_modules()):
         made: nn.Module | None = None
         if module is embedding:
@@ -170,7 +165,7 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
             made = MatrixProduct(table)
         elif isinstance(module, nn.Linear):
             made = MatrixProduct(source.matrix(name, bias=module.bias is not None))
-        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+        elif isinstance(getattr(module, "down_proj", None), nn.Parameter):
             made = _experts(name, module, source)
         if made is not None:
             model.set_submodule(name, made)
@@ -180,7 +175,7 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         placed = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
         setattr(model.get_submodule(parent), own, placed)
     rotary = FAMILIES[model.config.model_type].rotary
-    if getattr(decoder, rotary) is not None:  # it holds factors of its own
+    if rotary is not None and getattr(decoder, rotary) is not None:  # it holds factors of its own
         setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
 
 
@@ -206,10 +201,12 @@ class ModuleTensors:
             parent = self._model.get_submodule(start)
             return getattr(parent, own).detach()
         experts = self._model.get_submodule(module)
-        joined = getattr(experts, f"{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if own == 'bias' else ''}")
+        gates = hasattr(experts, "gate_up_proj")
+        kept = "gate_up" if part != "down" and gates else part
+        joined = getattr(experts, f"{kept}_proj{'_bias' if own == 'bias' else ''}")
         biased = hasattr(experts, "down_proj_bias")  # gpt-oss: transposed, gate and up in turns
         whole = joined.detach().transpose(1, 2) if biased and own == "weight" else joined.detach()
-        if part == "down":
+        if part == "down" or not gates:
             return whole
         at = ("gate", "up").index(part)
         return whole[:, at::2] if biased else whole.chunk(2, 1)[at]
@@ -231,6 +228,8 @@ def _experts(name: str, module: Any, source: QuantisedSource) -> MatrixExperts:
     def apart(part: str) -> list[Matrix]:
         return source.experts(f"{name}.{part}", module.num_experts)
 
+    if not hasattr(module, "gate_up_proj"):
+        return MatrixExperts([apart("up")], apart("down"), module.act_fn)
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 
         def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -241,4 +240,4 @@ def _experts(name: str, module: Any, source: QuantisedSource) -> MatrixExperts:
         def gated(gate: Tensor, up: Tensor) -> Tensor:
             return module.act_fn(gate) * up
 
-    return MatrixExperts(apart("gate"), apart("up"), apart("down"), gated)
+    return MatrixExperts([apart("gate"), apart("up")], apart("down"), gated)

@@ -32,6 +32,7 @@ class LayerShapes:
     windows: tuple[int | None, ...]
     places: tuple[int, ...]  # of those that attend, where others do not
     states: StateFormat | None
+    value_dim: int | None = None  # see ModelSpec
 
 
 class _Recorder:
@@ -47,7 +48,7 @@ class _Recorder:
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:
             raise ModelError(
                 f"layer {layer} has keys of shape {tuple(k.shape)} and values of {tuple(v.shape)}; only equal shapes "
-                "are supported"
+                "are supported, or values that are channels of the keys (latent attention)"
             )
         return torch.zeros_like(q)
 
@@ -98,4 +99,5 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
         if any(getattr(part, "is_causal", True) is False for part in module.modules()):
             raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
     (heads, kv_heads, head_dim, _) = shapes.pop()
-    return LayerShapes(heads, kv_heads, head_dim, windows, () if states is None else places, states)
+    value_dim = config.kv_lora_rank if family.latent else None
+    return LayerShapes(heads, kv_heads, head_dim, windows, () if states is None else places, states, value_dim)

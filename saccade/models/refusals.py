@@ -22,10 +22,10 @@ _ENCODERS = (
     "roc_bert", "roformer", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _RECURRENT = (
-    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2",
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
-_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
+_LATENT = ("deepseek_v32", "minicpm3", "longcat_flash", "glm_moe_dsa")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
 _TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
@@ -45,10 +45,23 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
+def _stores_latents(config: Config) -> bool:
+    family = FAMILIES.get(config["model_type"])
+    return family is not None and family.latent
+
+
 def _odd_layer_types(config: Config) -> list[str]:
     kinds, family = config.get("layer_types"), FAMILIES.get(config["model_type"])
-    known = _KNOWN_LAYER_TYPES | set(family.keeping.kinds if family is not None and family.keeping is not None else ())
+    known = _KNOWN_LAYER_TYPES | set(family.keeping.known if family is not None and family.keeping is not None else ())
     return sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
+
+
+def _slides_beside_states(config: Config) -> bool:
+    """Whether layers are to have windows in a family of which none has, and others keep a state."""
+    family = FAMILIES.get(config["model_type"])
+    kinds = config.get("layer_types")
+    alone = family is not None and family.keeping is not None and family.windows == "none"
+    return alone and isinstance(kinds, list) and "sliding_attention" in kinds
 
 
 def _says_recurrent(config: Config) -> bool:
@@ -69,8 +82,9 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (lambda c: bool(c.get("add_cross_attention")), "cross-attention; give a decoder-only causal language model"),
     (_type_in(*_ENCODERS), "an encoder; give a decoder-only causal language model"),
     (
-        lambda c: _type_in(*_LATENT)(c) or _positive(c.get("kv_lora_rank")),
-        "multi-head latent attention (MLA), which caches latents instead of keys and values",
+        lambda c: _type_in(*_LATENT)(c) or (_positive(c.get("kv_lora_rank")) and not _stores_latents(c)),
+        "multi-head latent attention (MLA) of a kind that is not held against transformers here (docs/models.md lists "
+        "the families that are)",
     ),
     (
         lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
@@ -78,8 +92,8 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
     (
-        _type_in("nemotron_h"),
-        "layers that are an MLP or experts alone, which neither attend nor keep a state (its Mamba-2 would run)",
+        _slides_beside_states,
+        "sliding windows in a family whose other layers keep a state, for which transformers has no code",
     ),
     (
         _says_recurrent,
@@ -169,8 +183,26 @@ def _refuse_odd_sizes(config: Config, where: str) -> None:
             f"{where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
     hidden = config.get("hidden_size")
-    if heads and not config.get("head_dim") and isinstance(hidden, int) and hidden % heads:
+    if _stores_latents(config):
+        _refuse_odd_latents(config, where)
+    elif heads and not config.get("head_dim") and isinstance(hidden, int) and hidden % heads:
         raise ModelError(f"{where}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ModelError(f"{where}: sliding_window must be a positive whole number or null, got {window!r}")
+
+
+_LATENT_SIZES = "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+
+
+def _refuse_odd_latents(config: Config, where: str) -> None:
+    for key in _LATENT_SIZES:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ModelError(f"{where}: {key} must be a positive whole number, got {value!r}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and kv_heads and heads != kv_heads:
+        raise ModelError(
+            f"{where}: num_key_value_heads ({kv_heads}) must be num_attention_heads ({heads}): a latent holds every "
+            "head's key and value"
+        )

@@ -86,7 +86,8 @@ class Rotary:
         asked = positions[None]
         if hasattr(self._module, "mrope_section"):  # of text, time, height and width are one; 5.17 asks for all three
             asked = asked[None].expand(3, -1, -1)
-        cos, sin = self._module(x, asked, *layer_type)
+        found = self._module(x, asked, *layer_type)
+        cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # complex numbers: DeepSeek-V2's
         return cos[0], sin[0]
 
     def _by_regime(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> CosSin:
@@ -116,7 +117,7 @@ class Rotary:
 
 def rope_type(config: Any) -> str:
     """The rope type of a config whose layers share one; "per_layer_type" where each type has its own."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     if not isinstance(parameters, dict):
         return shown(parameters, 40)
     if any(isinstance(value, dict) for value in parameters.values()):

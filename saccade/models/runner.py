@@ -7,6 +7,7 @@ length-dependent rotary factors must not depend on what else is in the batch, an
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from saccade.models.interface import (
     WholeRows,
 )
 from saccade.models.keeping import KeepingLayers
+from saccade.models.keeping_step import KeptStep, kept_step
 from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
+from saccade.models.latent import use_latents
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
@@ -54,12 +57,15 @@ class HFRunner:
         self.depth = len(decoder.layers)
         keeps = bool(keeping_layers(family, self.config))
         self.keeping = KeepingLayers(decoder.layers, family, self.config) if keeps else None
+        if family.latent:
+            use_latents(decoder.layers)
         self.modules = ModuleLayers(decoder.layers, () if self.keeping is None else self.keeping.places)
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
         self._numbers = [numbers.get(place) for place in range(self.depth)]
-        self.rotary = Rotary(getattr(decoder, family.rotary), self.config, per_layer_type=family.rotary_per_layer_type)
-        self._embedding = decoder.embed_tokens
+        rotary = None if family.rotary is None else getattr(decoder, family.rotary)
+        self.rotary = Rotary(rotary, self.config, per_layer_type=family.rotary_per_layer_type)
+        self._embedding = decoder.get_input_embeddings()
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
         self.turns: list[KeyTurn] | None = None
@@ -74,6 +80,14 @@ class HFRunner:
             self.turns = [PLAIN] * self.depth if self.llama is None else turns_of(self.llama.weights)
         if self.llama is not None:
             self.llama.turn(self.turns)
+
+    @cached_property
+    def _kept_step(self) -> KeptStep | None:
+        """The layers of a decode step in one call, where some keep a state and the kernels have what their modules
+        do."""
+        if self.keeping is None:
+            return None
+        return kept_step(self.model.get_decoder().layers, self.family, self.config, self.keeping, self.modules)
 
     @property
     def device(self) -> torch.device:
@@ -166,6 +180,10 @@ class HFRunner:
                 done = True
             elif whole is not None and kernels.whole is not None and ahead is None and inputs is None:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
+        elif whole is not None and ahead is None and inputs is None and self.turns is None and states is not None:
+            kept = self._kept_step
+            if kept is not None and kept.serves(len(positions), states):
+                done = whole.run_layers(kept.given(states), hidden, rotary.layers, kept.attention)
         given = ctx if self.turns is None else TurnedContext(ctx)  # of modules
         pieces = None if self.keeping is None else self.keeping.pieces(states, segments, device)
         delta: Tensor | None = None  # what is still to be added to hidden

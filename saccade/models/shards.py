@@ -2,13 +2,15 @@
 
 A rank has the query heads that read its KV heads, the rows of the query, key and value matrices that make them, and the
 columns of the output matrix that take them in; of the MLP, where its width divides evenly, a part of the inner
-channels. What the output matrices of all ranks make is added up.
+channels. What the output matrices of all ranks make is added up. A matrix in groups of channels (GGUF, GPTQ, AWQ) is
+not cut across them: of an output matrix of that kind a rank has rows, which multiply the channels of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +20,22 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import LoadedModel
 from saccade.models.runner import HFRunner
+from saccade.ops import row_passes
 from saccade.ops.layer_weights import LayerWeights
 from saccade.ops.matrices import DenseMatrix, Matrix
 
-Sum = Callable[[Tensor], Tensor]
+
+class Ranks(Protocol):
+    """What joins the ranks of a model; each calls the same, for tensors of one shape and dtype, in the same order."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, in the dtype of ``part``."""
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' parts, in the order of ranks."""
+
+
+Joined = Callable[[], Ranks]  # asked for at each product: parts are made before ranks have met
 
 
 def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -35,16 +49,16 @@ def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
     return replace(spec, heads=spec.heads // ranks, kv_heads=spec.kv_heads // ranks)
 
 
-def shard_model(model: LoadedModel, rank: int, ranks: int, add: Sum) -> LoadedModel:
-    """The part of ``rank``, from 0. ``add`` returns the sum of all ranks' tensors; each calls it for the same ones, in
-    the same order. ModelError for a model of another shape than Llama's, or whose KV heads do not share out."""
+def shard_model(model: LoadedModel, rank: int, ranks: int, joined: Joined) -> LoadedModel:
+    """The part of ``rank``, from 0, of a model that ``ranks`` ranks run together. ModelError for a model of another
+    shape than Llama's, or whose KV heads do not share out."""
     spec, whole = shard(model.spec, ranks), model.runner.llama
     if whole is None:
         raise ModelError(
             f"tensor_parallel_size={ranks} is for models whose layers are Llama's (docs/models.md), not "
             f"{spec.family}; use tensor_parallel_size=1"
         )
-    layers = [_part(layer, rank, ranks, add) for layer in whole.weights.layers]
+    layers = [_part(layer, rank, ranks, joined) for layer in whole.weights.layers]
     llama = LlamaDecoder(replace(whole.weights, layers=layers))
     return replace(model, spec=spec, runner=HFRunner(model.runner.model, model.runner.family, spec, llama))
 
@@ -52,36 +66,70 @@ def shard_model(model: LoadedModel, rank: int, ranks: int, add: Sum) -> LoadedMo
 class SummedMatrix(DenseMatrix):
     """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, add: Sum) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, joined: Joined) -> None:
         super().__init__(weight, bias)
-        self._add = add
+        self._joined = joined
 
     def product(self, x: Tensor) -> Tensor:
         """See :class:`Matrix`."""
-        return self._add(super().product(x))
+        return self._joined().sum(super().product(x))
 
     def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> SummedMatrix:
         """See :class:`Matrix`."""
-        return SummedMatrix(stored[0], bias, self._add)
+        return SummedMatrix(stored[0], bias, self._joined)
 
     def native(self, dtype: torch.dtype) -> None:
         """None: the C++ kernels add nothing up over ranks."""
 
 
-def _part(layer: LayerWeights, rank: int, ranks: int, add: Sum) -> LayerWeights:
+class GatheredMatrix(Matrix):
+    """A rank's outputs of a matrix whose channels the ranks make together: they are gathered before the product, as its
+    outputs are behind it, so that a product is that of the whole matrix, bit for bit."""
+
+    def __init__(self, part: Matrix, joined: Joined) -> None:
+        self._part, self._joined = part, joined
+        self.format, self.weight, self.bias, self.channels = part.format, part.weight, part.bias, part.channels
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """See :class:`Matrix`."""
+        return self._part.stored
+
+    @property
+    def outputs(self) -> int:
+        """Those of this rank's part."""
+        return self._part.outputs
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> GatheredMatrix:
+        """See :class:`Matrix`."""
+        return GatheredMatrix(self._part.like(stored, bias), self._joined)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        return self._part.rows(ids, dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See :class:`Matrix`: ``x`` has this rank's channels, the product the outputs of all ranks."""
+        ranks = self._joined()
+        return torch.cat(ranks.gather(self._part.product(torch.cat(ranks.gather(x), 1))), 1)
+
+
+def _part(layer: LayerWeights, rank: int, ranks: int, joined: Joined) -> LayerWeights:
     """What a rank has of a layer."""
 
     def outputs(matrix: Matrix) -> Matrix:
         return matrix.split([matrix.outputs // ranks] * ranks)[rank]
 
     def channels(matrix: Matrix) -> Matrix:
-        if not isinstance(matrix, DenseMatrix):
+        if matrix.passes(row_passes) is not row_passes:
             raise ModelError(
-                f"tensor_parallel_size={ranks} is for weights of 16 or 32 bits, not {matrix.format}; "
-                "use tensor_parallel_size=1"
+                f"tensor_parallel_size={ranks} is not for weights in {matrix.format}, whose products take 8-bit rows; "
+                "use other weights, or tensor_parallel_size=1"
             )
+        if not isinstance(matrix, DenseMatrix):
+            return GatheredMatrix(outputs(matrix), joined)
         own = matrix.weight.chunk(ranks, 1)[rank].contiguous()
-        return SummedMatrix(own, matrix.bias if rank == 0 else None, add)
+        return SummedMatrix(own, matrix.bias if rank == 0 else None, joined)
 
     part = replace(
         layer,

@@ -42,7 +42,12 @@ WRAPPERS = {
 }
 # Text models that compute what another family does. M-RoPE rotates each part of a head by one of three positions
 # (Wang et al. 2024, Qwen2-VL, section 2.1); those of a text token are equal, which is plain rotation by its position.
-SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+SAME_AS = {
+    "kimi_k2": "deepseek_v3",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
 _MROPE = "mrope_section", "mrope_interleaved"
 # How names of the language model's tensors begin: since transformers 4.52, before, Idefics3's, and Qwen2-VL's.
 _PREFIXES = "model.language_model.", "language_model.model.", "model.text_model.", "model."
@@ -51,10 +56,11 @@ _OF_THE_WHOLE = "dtype", "torch_dtype", "quantization_config", "compression_conf
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the language model alone, of that of a multimodal checkpoint; any other as it is."""
+    """config.json of the language model alone, of that of a multimodal checkpoint; any other as it is, by the name of
+    the family that it is the same as."""
     own = WRAPPERS.get(config["model_type"])
     if own is None:
-        return dict(config)
+        return {**config, "model_type": SAME_AS.get(config["model_type"], config["model_type"])}
     inner = config.get("text_config")
     # Qwen2-VL's first configs have the text model's fields among the others.
     text = dict(inner) if isinstance(inner, Mapping) else {k: v for k, v in config.items() if k != "vision_config"}

@@ -12,7 +12,7 @@ from saccade.ops.layer_rows import MOST_ROWS
 from saccade.ops.matrices import DenseMatrix
 from saccade.ops.norming import PLUS_ONE, ROUNDED, WHOLE, Norming
 
-_WEIGHTS = {ROUNDED: 0, PLUS_ONE: 1, WHOLE: 2}
+WEIGHT_NUMBERS = {ROUNDED: 0, PLUS_ONE: 1, WHOLE: 2}
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor | None = None) -> Tensor:
@@ -30,7 +30,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor |
         native.NormRows(
             threads=torch.get_num_threads(),
             storage=STORAGE[x.dtype],
-            weights=_WEIGHTS[how.weights],
+            weights=WEIGHT_NUMBERS[how.weights],
             gates_first=how.gates_first,
             rows=flat.shape[0],
             channels=flat.shape[1],

@@ -18,8 +18,8 @@ from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_readings import Reads
-from saccade.ops.cpu_structs import address, native, pool_of
-from saccade.ops.layer_rows import MOST_ROWS, RowLayers
+from saccade.ops.cpu_structs import native, pool_of
+from saccade.ops.layer_rows import MOST_ROWS, WholeLayers
 from saccade.ops.layout import written as checked
 
 Array = np.ndarray[Any, Any]
@@ -206,7 +206,7 @@ class PlannedRows:
 
     def run_layers(
         self,
-        layers: RowLayers,
+        layers: WholeLayers,
         hidden: Tensor,
         q: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
@@ -217,27 +217,11 @@ class PlannedRows:
         in place: to the last bit what project, :meth:`run` and finish would do layer by layer, without the
         interpreter's lock. ``q``: room for queries, as ``layers`` makes it; ``rotary`` as of RowLayers.turns. If
         ``watched``, returns which shares of the time went to attention, and to choosing and learning, else 0."""
-        count, one = hidden.shape[0], layers.layers[0]
-        turns, kept = layers.turns(rotary)
-        k, v = torch.empty(2, count, one.kv_heads, one.head_dim, dtype=one.dtype)
-        out = torch.empty(count, one.heads, one.head_dim, dtype=one.dtype)
-        self._room(count, one.heads)
+        count = hidden.shape[0]
+        self._room(count, q.shape[0])
         own = max(1, torch.get_num_threads())
-        call = native.LayersCall(
-            rows=count,
-            hidden=address(checked("hidden", hidden, one.dtype)),
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            attended=out.data_ptr(),
-            lse=self._lse.data_ptr(),
-            threads=own,
-            attending=own if threads is None else max(1, threads),
-        )
-        kernels: Any = cpu.kernels()
-        shares: tuple[float, float] = kernels.run_layers(self._step, layers.native, self._pool, call, turns, watched)
-        del kept  # which the call has read
-        return shares
+        attending = own if threads is None else max(1, threads)
+        return layers.run(self._step, self._pool, hidden, q, rotary, self._lse, attending, watched)
 
     def _room(self, count: int, heads: int) -> None:
         if self._lse.shape != (count, heads):

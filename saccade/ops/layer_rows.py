@@ -4,7 +4,7 @@ rows. torch's bfloat16 product of one row reads weights at a fraction of the mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,32 @@ class RowLayer:
         cpu.kernels().finish_rows(torch.get_num_threads(), self.native, update)
 
 
+class WholeLayers(Protocol):
+    """All layers of a model in one call, for rows whose attention the kernels know in advance
+    (cpu_plans.PlannedRows.run_layers)."""
+
+    def queries(self, rows: int) -> Tensor:
+        """Room for a layer's queries of ``rows`` rows: [heads, rows, head_dim], rows before heads in memory."""
+        ...
+
+    def run(
+        self,
+        step: Any,
+        pool: Any,
+        hidden: Tensor,
+        q: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        lse: Tensor,
+        attending: int,
+        watched: bool,
+    ) -> tuple[float, float]:
+        """Take ``hidden`` [rows, channels] through the layers, in place. ``step`` and ``pool``: the kernels' DecodeStep
+        and Pool; ``q`` of :meth:`queries`; layer i's factors ``rotary[i]`` [rows, n]; ``lse`` [rows, heads] is written;
+        ``attending``: threads of attention. If ``watched``, returns which shares of the time went to attention, and to
+        choosing and learning, else 0."""
+        ...
+
+
 class RowLayers:
     """All layers of a model, for rows whose attention the kernels know in advance (cpu_plans.PlannedRows.run_layers):
     what each by itself would make of them, in one call."""
@@ -117,6 +143,38 @@ class RowLayers:
         """Room for a layer's queries of ``rows`` rows: [heads, rows, head_dim], rows before heads in memory."""
         one = self.layers[0]
         return torch.empty(rows, one.heads, one.head_dim, dtype=one.dtype).transpose(0, 1)
+
+    def run(
+        self,
+        step: Any,
+        pool: Any,
+        hidden: Tensor,
+        q: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        lse: Tensor,
+        attending: int,
+        watched: bool,
+    ) -> tuple[float, float]:
+        """See :class:`WholeLayers`."""
+        count, one = hidden.shape[0], self.layers[0]
+        turns, kept = self.turns(rotary)
+        k, v = torch.empty(2, count, one.kv_heads, one.head_dim, dtype=one.dtype)
+        out = torch.empty(count, one.heads, one.head_dim, dtype=one.dtype)
+        call = native.LayersCall(
+            rows=count,
+            hidden=address(written("hidden", hidden, one.dtype)),
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            attended=out.data_ptr(),
+            lse=lse.data_ptr(),
+            threads=max(1, torch.get_num_threads()),
+            attending=attending,
+        )
+        kernels: Any = cpu.kernels()
+        shares: tuple[float, float] = kernels.run_layers(step, self.native, pool, call, turns, watched)
+        del kept  # which the call has read
+        return shares
 
     def turns(self, rotary: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Any], list[Tensor]]:
         """What layer i has of its own in a step, as a struct LayerTurn, whose cos and sin are ``rotary[i]`` [rows,

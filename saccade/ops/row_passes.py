@@ -7,6 +7,8 @@ prompt's rows fall out of the caches between two passes, which then cost as much
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,9 +57,9 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNor
             continue
         if norms is not None and weight is not None:
             _norm_heads(x, weight, norms.epsilon)
-        if _reads(x, cos, sin) and cos.shape[-1] % (2 * _WIDTH) == 0:
-            heads = x.transpose(0, 1)
-            _run(_ROTATE, heads, heads.stride(0), cos.shape[-1], sin, cos, heads)
+        if rotates(x, sin, cos):
+            if x.numel():
+                cpu.kernels().row_pass(rotate_call(x, cos, sin))
         else:
             _torch_rotate(x[..., : cos.shape[-1]], cos[:, None], sin[:, None])
 
@@ -126,21 +128,48 @@ def _run(
 ) -> None:
     if x.numel() == 0:  # rows of a prefill that nobody reads have left the last layer
         return
-    cpu.kernels().row_pass(
-        native.RowPass(
-            kind=op,
-            threads=torch.get_num_threads(),
-            storage=STORAGE[x.dtype],
-            rows=x.shape[-2],
-            width=width,
-            heads=x.shape[0] if op in (_ROTATE, _TURN) else 1,
-            x=x.data_ptr(),
-            row_stride=x.stride(-2),
-            head_stride=head_stride,
-            other=0 if other is None else other.data_ptr(),
-            other_stride=0 if other is None else other.stride(-2),
-            weight=address(weight),
-            out=out.data_ptr(),
-            eps=eps,
-        )
+    cpu.kernels().row_pass(_call(op, x, head_stride, width, other, weight, out, eps))
+
+
+def gated_call(gate: Tensor, up: Tensor, out: Tensor) -> Any:
+    """The call of :func:`gated` on tensors that the kernels read."""
+    return _call(_SILU_MUL, gate, 0, gate.shape[-1], up, None, out)
+
+
+def rotate_call(x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """That of :func:`rotate`, of ``x`` [rows, heads, head_dim]."""
+    heads = x.transpose(0, 1)
+    return _call(_ROTATE, heads, heads.stride(0), cos.shape[-1], sin, cos, heads)
+
+
+def rotates(*rows: Tensor) -> bool:
+    """Whether the kernels rotate these heads by factors [rows, n], the last of ``rows``."""
+    return _reads(*rows) and rows[-1].shape[-1] % (2 * _WIDTH) == 0
+
+
+def _call(
+    op: int,
+    x: Tensor,
+    head_stride: int,
+    width: int,
+    other: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor,
+    eps: float = 0.0,
+) -> Any:
+    return native.RowPass(
+        kind=op,
+        threads=torch.get_num_threads(),
+        storage=STORAGE[x.dtype],
+        rows=x.shape[-2],
+        width=width,
+        heads=x.shape[0] if op in (_ROTATE, _TURN) else 1,
+        x=x.data_ptr(),
+        row_stride=x.stride(-2),
+        head_stride=head_stride,
+        other=0 if other is None else other.data_ptr(),
+        other_stride=0 if other is None else other.stride(-2),
+        weight=address(weight),
+        out=out.data_ptr(),
+        eps=eps,
     )

@@ -9,6 +9,9 @@ states as tensors, which every step would have to gather and scatter, so they se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -138,24 +141,77 @@ def _space_chunks(
     return prompt(hidden_states, dt, A, B, C, D, initial_states), initial_states
 
 
-# By name: the argument that is slots, its place where modules give it by place, and what runs then.
-_KERNELS: dict[str, tuple[str, int | None, Callable[..., Any]]] = {
-    "causal_conv1d_update": ("conv_state", 1, _conv_step),
-    "causal_conv1d_fn": ("hidden_states", 0, _conv),
-    "torch_recurrent_gated_delta_rule": ("initial_state", None, _delta_step),
-    "torch_chunk_gated_delta_rule": ("initial_state", None, _delta_chunks),
-    "mamba2_selective_state_update": ("state", 0, _space_step),
-    "mamba2_chunk_scan": ("initial_states", None, _space_chunks),
+@dataclass(frozen=True)
+class _Kernel:
+    """``slots``: the argument that is slots, ``place`` its place where modules give it by place. ``rows``: the
+    arguments with a dimension of rows, which is their ``dimension``; none where a call has but one row."""
+
+    slots: str
+    place: int | None
+    run: Callable[..., Any]
+    rows: tuple[str, ...] = ()
+    dimension: int = 1
+
+    def again(self, given: tuple[Any, ...], named: dict[str, Any], slot: int, rows: int) -> None:
+        """Do what a call did with its first ``rows`` rows to the state in ``slot``."""
+        asked = signature(self.run).bind(*given, **named).arguments
+        asked |= asked.pop("_", {})
+        for name in self.rows:
+            asked[name] = asked[name].narrow(self.dimension, 0, rows)
+        asked[self.slots] = asked[self.slots].only(slot)
+        self.run(**asked)
+
+
+def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[..., Any]:
+    """A step of Mamba-2 whose times, which come the same for each of a head's channels, lie within ``limits``."""
+
+    @wraps(step)
+    def call(
+        state: Any,
+        hidden_states: Tensor,
+        dt: Tensor,
+        *others: Any,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **named: Any,
+    ) -> Any:
+        own = dt[..., 0] if dt_bias is None else dt[..., 0] + dt_bias[:, 0].to(dt.dtype)
+        own = torch.nn.functional.softplus(own) if dt_softplus else own
+        return step(state, hidden_states, own.clamp(*limits)[..., None].expand(dt.shape), *others, **named)
+
+    return call
+
+
+_KERNELS = {
+    "causal_conv1d_update": _Kernel("conv_state", 1, _conv_step),
+    "causal_conv1d_fn": _Kernel("hidden_states", 0, _conv, ("hidden_states",), 2),
+    "torch_recurrent_gated_delta_rule": _Kernel("initial_state", None, _delta_step),
+    "torch_chunk_gated_delta_rule": _Kernel(
+        "initial_state", None, _delta_chunks, ("query", "key", "value", "g", "beta")
+    ),
+    "mamba2_selective_state_update": _Kernel("state", 0, _space_step),
+    "mamba2_chunk_scan": _Kernel("initial_states", None, _space_chunks, ("hidden_states", "dt", "B", "C")),
 }
 NAMES = tuple(_KERNELS)
 
 
-def in_slots(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments."""
-    asked, place, kernel = _KERNELS[name]
+def in_slots(
+    name: str, otherwise: Callable[..., Any], limits: tuple[float, float] = (0.0, float("inf"))
+) -> Callable[..., Any]:
+    """The kernel of this name where its state is in slots; else ``otherwise``, of the same arguments. ``limits``: of
+    Mamba-2's time steps, which transformers keeps in prompts alone: a token would then be another one by itself."""
+    kernel = _KERNELS[name]
+    if name == "mamba2_selective_state_update" and tuple(limits) != (0.0, float("inf")):
+        kernel, otherwise = replace(kernel, run=_limited(kernel.run, limits)), _limited(otherwise, limits)
+    place = kernel.place
 
     def call(*given: Any, **named: Any) -> Any:
-        state = given[place] if place is not None and place < len(given) else named.get(asked)
-        return (kernel if isinstance(state, (Slots, NewRows)) else otherwise)(*given, **named)
+        state = given[place] if place is not None and place < len(given) else named.get(kernel.slots)
+        if not isinstance(state, (Slots, NewRows)):
+            return otherwise(*given, **named)
+        made = kernel.run(*given, **named)
+        if state.notes is not None:
+            state.notes.append(partial(kernel.again, given, named))
+        return made
 
     return call

@@ -11,7 +11,8 @@ LABELS = "labels"  # what blocks are ranked by where every key has a label, whic
 
 
 class PlanSpec(Protocol):
-    """What a plan may hang on. ``windows[i]``: layer i's sliding window in tokens, or None."""
+    """What a plan may hang on. ``windows[i]``: layer i's sliding window in tokens, or None. ``value_dim``: see
+    KVFormat."""
 
     @property
     def layers(self) -> int: ...
@@ -23,6 +24,8 @@ class PlanSpec(Protocol):
     def head_dim(self) -> int: ...
     @property
     def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def value_dim(self) -> int | None: ...
 
 
 class Numbers(NamedTuple):

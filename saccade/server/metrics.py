@@ -43,6 +43,7 @@ _STATES = {  # of models with layers that keep a state
     "in_use": "States that requests compute with.",
     "snapshots": "States that sequences may go back to.",
     "given_up": "Snapshots that went for others since the engine began.",
+    "orphaned": "Tokens of kept prefixes that were given up, as the states behind them had gone.",
     "bytes": "Bytes of all of them, in the KV pool's memory.",
 }
 _STORED = {  # counts of DurableSessions.report

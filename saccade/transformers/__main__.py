@@ -32,7 +32,9 @@ def choose_by_default() -> None:
 
     @functools.wraps(theirs)
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        served = any(one.causal_lm == cls.__name__ and one.keeping is None for one in FAMILIES.values())
+        served = any(
+            one.causal_lm == cls.__name__ and one.keeping is None and not one.latent for one in FAMILIES.values()
+        )
         if served and kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = ATTENTION_NAME
             config = kwargs.get("config")

@@ -71,6 +71,11 @@ class Runtime:
                 f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its layers that keep a state "
                 "need a cache of their own; use saccade.LLM, or attn_implementation='sdpa'"
             )
+        if FAMILIES[model_type].latent:
+            raise ModelError(
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': transformers' layers make keys "
+                "and values of latents before they attend; use saccade.LLM, or attn_implementation='sdpa'"
+            )
         self._config = weakref.ref(config)
         self.policy = usable(Policy.parse(os.environ.get(POLICY) or "dense"))
         self.settings: dict[str, Any] = {}

@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_lists import choose_keys
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.batched_tokens import score_keys
 from saccade.ops.triton.best_parts import BOUNDS
-from saccade.ops.triton.decode import KeyLists, Pages
 
 SEED = int.from_bytes(os.urandom(3), "big")
 

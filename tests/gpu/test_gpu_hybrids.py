@@ -9,7 +9,10 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 
-FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1")
+FAMILIES = (
+    "lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1",
+    "nemotron_h",
+)  # fmt: skip
 
 WIDE = ("lfm2", "olmo_hybrid", "granitemoehybrid")  # whose heads are as wide as their number says
 
@@ -71,4 +74,20 @@ def test_recorded_equals_plain_and_launched_ahead_or_not(engines, count):
         runs.append([[one.token_ids for one in output.outputs] for output in gpu.generate(prompts, long)])
     device.kinds.records = device.runs_ahead = True
     assert runs[0] == runs[1] == runs[2]
+    assert gpu.pool.states.pinned == 0
+
+
+@pytest.mark.parametrize("draft", ["quest(budget=64, block_size=16, dense_layers=0)", "h2o(budget=64)"])
+def test_drafts_leave_what_a_run_without_them_leaves(engines, draft):
+    """Recorded steps draft, the host verifies and takes back what it must."""
+    gpu = engines[1]
+    prompts = [random_ids(length, seed=length) for length in (300, 61, 129)]
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain = gpu.generate(prompts, long)
+    drafted = gpu.generate(prompts, long, policy=f"lossless(draft={draft}, tokens=5)")
+    for left, right in zip(plain, drafted):
+        assert right.error is None
+        assert tokens(left) == tokens(right)
+        assert right.report["speculation"]["drafted"] > 0
+        assert right.report["recomputed_tokens"] == 0
     assert gpu.pool.states.pinned == 0

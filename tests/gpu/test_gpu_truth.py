@@ -9,7 +9,7 @@ from saccade.engine.audit import Audit, AuditOptions
 from saccade.engine.device_tap import Tap
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.truth import Given, compare
 from saccade.ops.truth import by_torch
 

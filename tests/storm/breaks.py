@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SACCADE_DEBUG", "1")
 
+import pytest
 import torch
 from drafters import Erring, draft_by
 from kv_helpers import check_blocks
+from storm.callers import AGAIN, runs
 from storm.faults import KINDS, Plant
 from tiny_models import make_checkpoint, random_ids
 
@@ -36,7 +39,9 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
 from saccade.engine.request import Request
 from saccade.kv.format import KVFormat
+from saccade.kv.states import StatePool
 from saccade.methods.policy import Policy
+from saccade.models.families import FAMILIES
 
 SPARSE = "xattention(threshold=0.5, stride=4, block_size=32)"
 POLICIES = (  # sparse at 40 tokens; those that keep a state come twice where an option changes what it is
@@ -70,6 +75,7 @@ POLICIES = (  # sparse at 40 tokens; those that keep a state come twice where an
 CHUNK, SIZE, LAYERS = 32, 16, 2
 ROUNDING = 2e-5  # of a sum of log-probabilities: products of a prefill that was cut short have fewer rows
 ROOM = 12  # blocks of a layer: a session and a part of another request
+STATES = 9  # of layers that keep one: snapshots go, and a quarter of so much memory has room for two
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,15 @@ class Script:
 class Bench:
     """An engine with a small pool, whose sessions follow scripts."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, states: int = 0, **options: Any) -> None:
+        """``states``: bytes of one, of a model whose layers keep some."""
         options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
-        block = KVFormat(torch.float32, 2, 16, SIZE).block_bytes
-        self.llm = LLM(folder, kv_memory=ROOM * LAYERS * block, **{"enable_prefix_caching": False, **options})
+        block, layers = KVFormat(torch.float32, 2, 16, SIZE).block_bytes, 1 if states else LAYERS
+        room = ROOM * layers * block + STATES * states
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, STATES, device))
+            warnings.simplefilter("ignore", UserWarning)  # max_requests is lowered
+            self.llm = LLM(folder, kv_memory=room, **{"enable_prefix_caching": False, **options})
         self.engine = self.llm.engine
         self.plant = Plant(self.llm.model.runner)
 
@@ -165,6 +176,7 @@ class Case:
                 engine.prefixes.clear()
             check_blocks(engine.pool, [])
             assert engine.pool.used_blocks == 0
+            assert engine.pool.states is None or engine.pool.states.used == 0
             assert not engine.worker.memories
 
     def _turn(self, at: int, disturbed: bool) -> bool:
@@ -227,6 +239,11 @@ class Case:
                 self.wrong.append(f"{where}: {request.error}")
         else:
             self.counts["answered"] += 1
+            report = request.report
+            if (report.recomputed_tokens > 0) != any(AGAIN in note for note in report.as_dict()["notes"]):
+                self.wrong.append(f"{where}: {report.recomputed_tokens} tokens computed again in silence")
+            self.counts["computed again"] += report.recomputed_tokens > 0
+            self.counts["drafted"] += report.drafted_tokens > 0
             got, want = (request.final_ids, request.cumulative_logprob), script.answers[at]
             if got[0] != want[0] or abs(got[1] - want[1]) > ROUNDING:
                 self.wrong.append(f"{where}: {got} instead of {want}")
@@ -259,16 +276,22 @@ class Case:
 
 
 def breaks(
-    count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3
+    count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3, family: str = "llama"
 ) -> tuple[Counter[str], list[str]]:
-    """Run ``count`` cases over ``each`` scripts of every policy: what became of turns, and what was wrong."""
+    """Run ``count`` cases over ``each`` scripts of every policy that a model of ``family`` runs: what became of turns,
+    and what was wrong."""
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = make_checkpoint(
-            "llama", Path(folder) / "model", num_hidden_layers=LAYERS, head_dim=16, max_position_embeddings=512
-        )
-        benches = [Bench(checkpoint), Bench(checkpoint, enable_prefix_caching=True)]
+        sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "head_dim": 16, "max_position_embeddings": 512}
+        states = 0
+        if (keeping := FAMILIES[family].keeping) is not None:
+            sizes["layer_types"] = [keeping.kinds[0], "full_attention"]
+            with LLM(make_checkpoint(family, Path(folder) / "probe", **sizes), dtype="float32") as probe:
+                states = probe.pool.states.format.nbytes
+                policies = tuple(one for one in policies if runs(probe, one))
+        checkpoint = make_checkpoint(family, Path(folder) / "model", **sizes)
+        benches = [Bench(checkpoint, states), Bench(checkpoint, states, enable_prefix_caching=True)]
         scripts = [benches[0].script(policy, seed + number) for policy in policies for number in range(each)]
         for number in range(count):
             rng = random.Random(f"{seed} {number}")
@@ -284,10 +307,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", default="llama", help="of tests/tiny_models.py")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    counts, wrong = breaks(chosen.cases, chosen.seed)
+    counts, wrong = breaks(chosen.cases, chosen.seed, family=chosen.family)
     print(f"{chosen.cases} cases in {time.perf_counter() - began:.0f} s, seed {chosen.seed}: {dict(counts)}")
     sys.exit("\n".join([f"{len(wrong)} wrong", *wrong[:20]]) if wrong else None)
 

@@ -15,7 +15,11 @@ from storm.faults import Faults
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.errors import PolicyError
+from saccade.methods.policy import Policy
 from saccade.outputs import RequestOutput
+
+AGAIN = "computed again from where a state"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,14 @@ class Ledger:
             return
         self.note("answered" if ended else "left", None if right else f"{name}: {got} instead of {want}")
 
+    def told(self, name: str, report: dict) -> None:
+        """What is computed again, since a state of the model's layers went, is said."""
+        again, said = report["recomputed_tokens"] > 0, any(AGAIN in one for one in report["notes"])
+        if again != said:
+            self.note("silent", f"{name}: {report['recomputed_tokens']} tokens computed again, notes {report['notes']}")
+        elif again:
+            self.note("computed again")
+
     def failed(self, name: str, error: object) -> None:
         self.note("failed", self.faults.blame(name, error))
 
@@ -106,6 +118,15 @@ def questions(llm: LLM, policies: list[str], seed: int) -> tuple[list[Ask], list
         talks.append(Talk(policy, turns, answers))
     assert len({tuple(ask.answers[0]) for ask in asks}) > len(asks) // 2
     return asks, talks
+
+
+def runs(llm: LLM, policy: str) -> bool:
+    """Whether the model runs under a policy at all."""
+    try:
+        llm.engine.checks.policy(Policy.parse(policy))
+    except PolicyError:
+        return False
+    return True
 
 
 def _params(rng: random.Random) -> SamplingParams:
@@ -144,6 +165,7 @@ def _generate(llm: LLM, ledger: Ledger, name: str, ask: Ask) -> None:
 def _check(ledger: Ledger, name: str, ask: Ask, output: RequestOutput) -> None:
     if output.error is not None:
         ledger.failed(name, output.error)  # of the first sample that failed; the others are as they should be
+    ledger.told(name, output.report)
     for sample, want in zip(output.outputs, ask.answers):
         if sample.finish_reason != "error":
             ledger.answered(f"{name}, {ask.policy}, sample {sample.index}", sample.token_ids, want)
@@ -202,6 +224,7 @@ def _talk(llm: LLM, ledger: Ledger, name: str, talk: Talk, rng: random.Random) -
                 if output.error is not None:
                     ledger.failed(name, output.error)
                     continue
+                ledger.told(name, output.report)
                 ledger.answered(f"{name}, {talk.policy}, turn {number}", output.outputs[0].token_ids, want)
                 break
             else:

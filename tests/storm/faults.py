@@ -20,12 +20,16 @@ from saccade.engine.sampler import Sampler
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError
 from saccade.kv import BlockManager, SequenceKV
+from saccade.kv.state_journal import StateJournal
+from saccade.kv.states import StatePool
 from saccade.methods.history import StateHistory
 from saccade.methods.policy import KNOWN
+from saccade.models.keeping import _Pieces
 from saccade.models.tokenizer import TextStream
 from saccade.ops import cpu, cpu_plans
 
 KINDS = (RuntimeError, MemoryError, ValueError, CapacityError, IndexError)
+TAKING = ("allocate", "take")  # which take nothing where they fail
 HOOKS = ("select_prefill", "select_decode", "begin", "observe", "watch")
 _NUMBER = re.compile(r"planted (\d+)")
 
@@ -72,7 +76,7 @@ class Faults:
                 kind = self.rng.choice(KINDS)
             if chance >= share * self.rate:
                 return real(*args, **options)
-            if late and name != "allocate":  # a failed allocation takes nothing
+            if late and name not in TAKING:
                 real(*args, **options)
             if place == "kernel" and cpu.available() and kind is MemoryError:
                 _kernel_without_memory()
@@ -104,6 +108,10 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
     yield "settling", Report, "take", 0.004
     yield "choice", Sampler, "sample", 0.008
     yield "choice", TextStream, "step", 0.004
+    if getattr(runner, "keeping", None) is not None:
+        yield "states", StatePool, "take", 0.008
+        yield "states", StateJournal, "run", 0.02
+        yield "layer loop", _Pieces, "run", 0.002
     for cls in sorted(set(KNOWN.values()), key=lambda one: one.__name__):
         for hook in HOOKS:
             if hook in vars(cls):
@@ -136,7 +144,7 @@ class Plant:
             number, late, kind = self.due.get(place, (0, False, RuntimeError))
             if self.calls[place] != number:
                 return real(*args, **options)
-            if late and "allocate" not in place:  # a failed allocation takes nothing
+            if late and place.rpartition(".")[2] not in TAKING:
                 real(*args, **options)
             self.fired.append(f"{place} {number}")
             raise kind(f"planted in {place} {number}")

@@ -30,7 +30,7 @@ os.environ.setdefault("SACCADE_DEBUG", "1")
 import torch
 from engine_helpers import EVERY
 from kv_helpers import check_blocks
-from storm.callers import Ledger, in_a_task, in_a_thread, questions
+from storm.callers import Ledger, in_a_task, in_a_thread, questions, runs
 from storm.faults import Faults
 from tiny_models import make_checkpoint
 
@@ -38,8 +38,6 @@ from saccade import LLM
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
-from saccade.errors import PolicyError
-from saccade.methods.policy import Policy
 
 MIXED = (
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
@@ -86,7 +84,7 @@ def storm(
             kv_dtype=kv_dtype,
             enable_prefix_caching=False,
         )
-        policies = [one for one in policies if _runs(quiet, one)]
+        policies = [one for one in policies if runs(quiet, one)]
         asks, talks = questions(quiet, policies * each, seed)
         quiet.close()
         del quiet
@@ -102,8 +100,8 @@ def storm(
             faults = Faults(seed + number, llm.model.runner, rate)
             ledger = Ledger(asks, talks, faults, int(requests * share), exact)
             with faults.planted():
-                _blow(llm, ledger, callers)
-            _calm(llm, ledger, others)
+                blow(llm, ledger, callers)
+            calm(llm, ledger, others)
             done += ledger.counts
             planted.update(place.split(":")[0] for place in faults.fired.values())
             llm.close()
@@ -111,15 +109,8 @@ def storm(
     return {"outcomes": dict(done), "planted": dict(planted), "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _runs(llm: LLM, policy: str) -> bool:
-    try:
-        llm.engine.checks.policy(Policy.parse(policy))
-    except PolicyError:
-        return False
-    return True
-
-
-def _blow(llm: LLM, ledger: Ledger, callers: int) -> None:
+def blow(llm: LLM, ledger: Ledger, callers: int) -> None:
+    """Ask from so many threads, and from asyncio tasks, until nothing is left to ask."""
     threads = [threading.Thread(target=in_a_thread, args=(llm, ledger), daemon=True) for _ in range(callers)]
 
     async def tasks() -> None:
@@ -138,7 +129,7 @@ def fallen() -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in FALLEN]
 
 
-def _calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
+def calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     """What must hold once it is quiet again."""
     wrong = [*ledger.wrong, *ledger.faults.unjust()]
     assert not wrong, "\n".join(wrong[:20])

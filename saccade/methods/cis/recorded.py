@@ -102,9 +102,9 @@ class SharedKeys(OwnReading["CIS"]):
     def read(self, rows: Any) -> Any:
         from saccade.methods.cis import triton_one_launch
         from saccade.methods.cis.triton_keeping import list_and_keep
+        from saccade.ops.triton.batch import KeyLists
         from saccade.ops.triton.batched_lists import new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.decode import KeyLists
 
         room = self.room or rows.pages.longest
         # Who watches wants lists that stay, and to time attention by itself.

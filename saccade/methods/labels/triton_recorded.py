@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.row_words import KeyWords
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_labels import channel_numbers, codes_at
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import put_bounds
 from saccade.ops.triton.common import begin, launched, pad, processors
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.state_words import places
 
 W = places(KeyWords)

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import W, budget_at, pointer
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
-from saccade.ops.triton.decode import KeyLists
 
 SPAN = 4096  # entries that a program compares
 BITS = tl.constexpr(16)  # entries of a word

@@ -13,11 +13,11 @@ from torch import Tensor
 from saccade.methods.lfps.triton_row_candidates import Found
 from saccade.methods.lfps.triton_row_words import MARKS, M, W, pointer, static
 from saccade.ops.triton import batched_best
+from saccade.ops.triton.batch import KeyLists, even_splits
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.decode import KeyLists, even_splits
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.readers import load_values
 

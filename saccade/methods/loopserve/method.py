@@ -194,6 +194,10 @@ class LoopServe(Method):
             return replace(self._cover(looked, rows.to(chunk.q.device)), shape=shape)
         return select_blocks(looked, rows, self.alpha, self.block_size, shape)
 
+    @property
+    def asks_states(self) -> bool:
+        return self.answer_rows > 0
+
     def _answer(self, chunk: Chunk) -> Tensor | None:
         """The rows of the last answer that end where the chunk begins, [heads, m, head_dim]."""
         state = chunk.states[chunk.layer] if chunk.layer < len(chunk.states) else None

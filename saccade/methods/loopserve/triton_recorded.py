@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.loopserve.recorded import Words
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.state_words import places
 
 W = places(Words)

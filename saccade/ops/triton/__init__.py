@@ -14,6 +14,8 @@ from saccade.ops import cpu
 from saccade.ops.fp8 import why_no_products
 from saccade.selection import Blocks, Corrected, Selection
 
+MAX_HEAD_DIM = 256  # of keys and values
+MAX_VALUES, MAX_OTHERS = 512, 128  # channels of a latent that are its value, and others
 MOST_ROWS = 128  # that are summed over at once
 MOST_KEY_BLOCKS = 1 << 14  # that one program chooses among
 
@@ -32,6 +34,18 @@ def why_unavailable() -> str:
         if _installed
         else "Triton is not installed; the reference torch backend serves GPUs instead, many times slower"
     )
+
+
+def serves_heads(head_dim: int, value_dim: int | None) -> str | None:
+    """Why no kernel reads rows of ``head_dim`` channels, of latents the first ``value_dim`` being values; None where
+    kernels do."""
+    if head_dim % 16:
+        return f"its kernels read a head_dim that is a multiple of 16; got {head_dim}"
+    if value_dim is None and head_dim > MAX_HEAD_DIM:
+        return f"its kernels read a head_dim of up to {MAX_HEAD_DIM}; got {head_dim}"
+    if value_dim is not None and (value_dim > MAX_VALUES or head_dim - value_dim > MAX_OTHERS):
+        return f"its kernels read latents of up to {MAX_VALUES} + {MAX_OTHERS} channels; got {head_dim}"
+    return None
 
 
 def row_mover(device: torch.device) -> RowMover | None:
@@ -57,6 +71,8 @@ def serves_scores(q: Tensor, kv: KVView) -> str | None:
     """Why the kernels that score keys to choose among them cannot read ``q`` and ``kv``; None where they can: heads of
     up to 256 channels, in float32 64."""
     most = 256 if q.element_size() == 2 else 64
+    if kv.format.joined:
+        return "it scores keys that are no latents"
     return serves(q, kv) if q.shape[-1] <= most else f"it scores heads of up to {most} channels; got {q.shape[-1]}"
 
 
@@ -86,4 +102,6 @@ def serves_means(q: Tensor, kv: KVView, used: Blocks, corrected: Corrected) -> s
     """Why ``means.attend_means`` cannot add means beside ``used``; None where it can."""
     if q.shape[1] > 1 or used.block_size != corrected.block_size or corrected.gone is not None:
         return "it adds means to one row's blocks alone, of which nothing was evicted"
+    if kv.format.joined:
+        return "it adds means of keys and values that are no latents"
     return cpu.uneven(used.units, kv.kv_heads) or serves(q, kv)

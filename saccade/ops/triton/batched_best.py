@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.batch import even_splits
 from saccade.ops.triton.best_near import search_near
 from saccade.ops.triton.best_parts import KNOWN, WORDS, bounds_at, part_at
 from saccade.ops.triton.common import begin, launched, processors
-from saccade.ops.triton.decode import even_splits
 from saccade.ops.triton.radix_select import least_held, ordered_bits
 
 SPAN = 2048  # entries that a program takes in one go

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_decode import choose_best, room_for
 from saccade.ops.triton.batched_rank import blocks_at, choose_ranked, put_forced
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import best_of
 from saccade.selection.readings import Choice
 

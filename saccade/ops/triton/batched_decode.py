@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat, rows
-from saccade.ops.triton.block_summaries import parts
+from saccade.ops.triton.batch import KeyLists, Pages
+from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
-from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.latent_scores import score_latents
 from saccade.ops.triton.low_rank import record_pages
 from saccade.ops.triton.radix_select import best_of
 from saccade.ops.triton.readers import load_keys, store_rows
@@ -41,9 +42,9 @@ class Summaries:
 def append_rows(
     k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None, limits: Tensor | None = None
 ) -> None:
-    """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] as the last of its keys and, where it fills a block of
-    ``summaries``, summarize that block. ``limits`` int32 [rows]: as in :func:`attend_decode`, the keys of each of
-    several rows of a sequence."""
+    """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] (``k`` alone where values are part of it) as the last of
+    its keys and, where it fills a block of ``summaries``, summarize that block. ``limits`` int32 [rows]: as in
+    :func:`attend_decode`, the keys of each of several rows of a sequence."""
     count, kv_heads, head_dim = k.shape
     if summaries is not None and summaries.kind == "low_rank":
         append_rows(k, v, pages, None, limits)
@@ -53,7 +54,9 @@ def append_rows(
         # All rows first: a block may have several of them, which one of its last row's programs reads back.
         append_rows(k, v, pages, None, limits)
     k, v = rows(k), rows(v)
-    _append[(kv_heads, count)](
+    # Wide rows are split: a summary's channels have nothing to do with each other.
+    channels = pad(head_dim) if head_dim <= MOST_CHANNELS else CHANNELS
+    _append[(kv_heads, count, triton.cdiv(head_dim, channels))](
         k,
         v,
         pages.k,
@@ -69,7 +72,8 @@ def append_rows(
         KV_HEADS=kv_heads,
         ROWS=count // len(pages.lengths),
         D=head_dim,
-        D_PAD=pad(head_dim),
+        D_PAD=channels,
+        JOINED=pages.value_dim is not None,
         PAGE=pages.k.shape[2],
         SIZE=0 if summaries is None else summaries.size,
         CUBOID=summaries is not None and summaries.kind == "cuboid",
@@ -94,6 +98,9 @@ def score_blocks(
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     blocks = -(-pages.longest // choice.size)
+    if pages.value_dim is not None:
+        pointers, size, ends = summaries.pointers, choice.size, (choice.first, choice.last)
+        return score_latents(q, pages.lengths, pointers, blocks, size, *ends, choice.ruled)
     scores = torch.empty(batch, choice.units, blocks, dtype=torch.float32, device=q.device)
     tile, warps, stages = tiles or ((64, 4, 3) if batch * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
     _score[(triton.cdiv(blocks, tile), choice.units, batch)](
@@ -172,8 +179,8 @@ def band_lists(pages: Pages, sinks: Tensor, window: Tensor, longest: int) -> Key
 @triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride", "table_head"])
 def _append(
     k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride, table_head,
-    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, JOINED: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -182,14 +189,15 @@ def _append(
     if length > 0:
         table = tables + (row // ROWS).to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
         at = length - 1
-        channel = tl.arange(0, D_PAD)
+        channel = tl.program_id(2) * D_PAD + tl.arange(0, D_PAD)
         real = channel < D
         k = tl.load(k_new + row.to(tl.int64) * k_row + kv_head * k_head + channel, mask=real, other=0.0)
-        v = tl.load(v_new + row.to(tl.int64) * v_row + kv_head * v_head + channel, mask=real, other=0.0)
         place = pool_rows(table, at, None, kv_head, KV_HEADS, PAGE)
         k = k.to(k_pool.dtype.element_ty)
         store_rows(k_pool, place, channel, k, real, D)
-        store_rows(v_pool, place, channel, v.to(v_pool.dtype.element_ty), real, D)
+        if not JOINED:
+            v = tl.load(v_new + row.to(tl.int64) * v_row + kv_head * v_head + channel, mask=real, other=0.0)
+            store_rows(v_pool, place, channel, v.to(v_pool.dtype.element_ty), real, D)
         if SIZE > 0:  # noqa: SIM102 (without summaries the rest must not be compiled)
             if length % SIZE == 0:
                 key = at - SIZE + 1 + tl.arange(0, SIZE)

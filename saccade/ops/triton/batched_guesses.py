@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.common import LOG2E, begin, launched
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.stop_rule import power
 from saccade.selection.readings import Choice
 

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.row_words import KeyWords
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Estimates, add_guesses, put_sums
 from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, processors
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.readers import load_keys
 from saccade.ops.triton.state_words import places
 from saccade.selection.readings import Choice

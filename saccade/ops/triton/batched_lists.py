@@ -10,11 +10,11 @@ from torch import Tensor
 
 from saccade.ops.row_words import KeptWords
 from saccade.ops.triton import batched_best
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.state_words import places
 

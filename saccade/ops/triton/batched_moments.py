@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_decode import Summaries
 from saccade.ops.triton.batched_guesses import Estimates, add_guesses, put_sums
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import Pages
 from saccade.selection.readings import Choice
 
 TILE = 32

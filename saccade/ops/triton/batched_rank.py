@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_decode import room_for
 from saccade.ops.triton.common import begin, launched
-from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
 from saccade.selection.readings import Choice
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, band_lists, score_blocks
 from saccade.ops.triton.batched_guesses import Guesses, largest_shares, ordered_guesses
@@ -15,7 +16,6 @@ from saccade.ops.triton.batched_labels import estimate_labelled
 from saccade.ops.triton.batched_moments import estimate_moments
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, RuleRead
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.low_rank import score_records
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
@@ -30,6 +30,8 @@ GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to r
 def why_not(reading: Reading, spec: PlanSpec) -> str | None:
     """What no kernel serves of ``reading`` on such a model; None where kernels serve all of it."""
     choice = reading.choice
+    if spec.value_dim is not None and (reading.kernels == OWN or (choice is not None and choice.rule is not None)):
+        return "its kernels read keys and values, not latents"
     return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from saccade.ops.row_words import ConeNumbers
 from saccade.ops.tallies import BESIDE, COVERED, ESTIMATED, SCORED, SEARCHES
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.batched_decode import Summaries
 from saccade.ops.triton.common import begin, launched
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.residency import Arrivals
 from saccade.ops.triton.state_words import places
 

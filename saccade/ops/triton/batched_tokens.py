@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton import batched_best
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_best import parts_of
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.readers import load_keys
 
 KEYS, WARPS, STAGES = 64, 4, 3  # keys scored in one go

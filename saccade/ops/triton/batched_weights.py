@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.readers import load_keys
 
 KEYS = 64

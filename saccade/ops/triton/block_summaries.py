@@ -15,6 +15,7 @@ from saccade.ops.triton.readers import load_keys
 
 MEANS = ("mean", "stored_mean", "mean_value")
 LONGEST = 128  # keys of a block: more do not fit a program
+MOST_CHANNELS, CHANNELS = 256, 64  # of rows that a program takes whole, and of wider ones: these are independent
 
 
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
@@ -26,8 +27,9 @@ def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -
     heads, dim = layout.kv_heads, layout.head_dim
     made = torch.empty(last - first, PARTS[kind], heads, dim, dtype=kept_dtype(kind, pool.dtype), device=pool.device)
     if last > first:
-        _summarize[(last - first, heads)](
-            pool, paged.block_table, made, first, paged.head_stride, HEADS=heads, D=dim, D_PAD=pad(dim, 1),
+        channels = pad(dim, 1) if dim <= MOST_CHANNELS else CHANNELS
+        _summarize[(last - first, heads, triton.cdiv(dim, channels))](
+            pool, paged.block_table, made, first, paged.head_stride, HEADS=heads, D=dim, D_PAD=channels,
             PAGE=layout.block_size, SIZE=block_size, CUBOID=kind == "cuboid", MEAN=kind in MEANS,
             MOMENTS=kind == "moments", num_warps=4,
         )  # fmt: skip
@@ -56,11 +58,11 @@ def _summarize(
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head."""
+    """One block of one head, or some channels of it."""
     PARTS: tl.constexpr = 1 if MEAN else 2
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = (first + block) * SIZE + tl.arange(0, SIZE)
-    channel = tl.arange(0, D_PAD)
+    channel = tl.program_id(2) * D_PAD + tl.arange(0, D_PAD)
     real = channel < D
     place = pool_rows(table + head * table_head, key, key >= 0, head, HEADS, PAGE)[:, None]
     keys = load_keys(k_pool, place, channel[None, :], (key >= 0)[:, None] & real[None, :], D).to(tl.float32)

@@ -8,101 +8,17 @@ lengths it knows itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.errors import SaccadeError
-from saccade.kv.view import KVView
 from saccade.ops.layout import rows
+from saccade.ops.triton.batch import KeyLists, Pages, even_splits, listed_keys
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
+from saccade.ops.triton.latents import attend_latents
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import load_keys, load_values
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, kv_heads or 1, blocks],
-    lengths int32 [batch], all on the device; ``longest`` bounds the lengths. One table row serves all KV heads of a
-    sequence; with a row for each of them heads do not share slots. With ``host``, keys and values of host memory as of
-    the pools, a table's entry -1 - c is cell c there: attend_decode and attend_progressive read it by its address."""
-
-    k: Tensor
-    v: Tensor
-    tables: Tensor
-    lengths: Tensor
-    longest: int
-    host: tuple[Tensor, Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.k.is_contiguous() and self.v.is_contiguous() and self.lengths.is_contiguous()):
-            raise SaccadeError("the storage of keys and values and the lengths must be contiguous")
-        if self.tables.stride(-1) != 1 or self.tables.dtype != torch.int32:
-            raise SaccadeError(
-                f"block tables must be int32 with contiguous rows, got {self.tables.dtype} with strides "
-                f"{self.tables.stride()}"
-            )
-
-    @property
-    def table_strides(self) -> tuple[int, int]:
-        """Entries of ``tables`` between sequences, and between KV heads: 0 where they share a row."""
-        return self.tables.stride(0), 0 if self.tables.shape[1] == 1 else self.tables.stride(1)
-
-    @property
-    def far(self) -> tuple[int, int]:
-        """Rows of head_dim from the pools of keys and of values to those of ``host``; see :func:`rows_between`."""
-        if self.host is None:
-            return 0, 0
-        apart = [rows_between(pool, there) for pool, there in zip((self.k, self.v), self.host)]
-        assert apart[0] is not None
-        assert apart[1] is not None
-        return apart[0], apart[1]
-
-
-def rows_between(pool: Tensor, other: Tensor) -> int | None:
-    """Rows of ``pool`` [..., head_dim] from its address to that of ``other``, which kernels reach too; None where these
-    are no whole number."""
-    rows, rest = divmod(other.data_ptr() - pool.data_ptr(), pool.shape[-1] * pool.element_size())
-    return None if rest else rows
-
-
-@dataclass(frozen=True)
-class KeyLists:
-    """Which keys each unit of each sequence reads: list ``b * units + u`` is ``counts`` entries of ``indices`` from
-    ``starts`` on, each entry a block of ``size`` keys or, with ``size=1``, a key. Both are int [batch * units], but for
-    two cases: without ``starts`` lists lie ``longest`` apart; without ``counts`` every list ends where the next begins,
-    and ``starts`` has one entry more. ``longest`` bounds the counts. Entries are unique; their order is free."""
-
-    starts: Tensor | None
-    counts: Tensor | None
-    indices: Tensor
-    units: int
-    size: int
-    longest: int
-
-
-def pages_of(views: list[KVView]) -> Pages:
-    """Sequences of one pool as one batch."""
-    parts = [view.paged() for view in views]
-    first, blocks = parts[0], max(view.blocks for view in views)
-    if len(views) == 1:
-        tables = first.block_table[None]
-    else:
-        rows = max(part.block_table.shape[0] for part in parts)
-        tables = torch.stack(
-            [
-                torch.nn.functional.pad(part.block_table[:, : view.blocks], (0, blocks - view.blocks)).expand(rows, -1)
-                for part, view in zip(parts, views)
-            ]
-        )
-    lengths = torch.empty(len(views), dtype=torch.int32, device=first.k.device)
-    for row, view in enumerate(views):
-        lengths[row].fill_(view.length)  # a fill, unlike a copy from the host, waits for nothing
-    return Pages(first.k, first.v, tables, lengths, max(view.length for view in views))
 
 
 def attend_decode(
@@ -127,8 +43,11 @@ def attend_decode(
     et al., 2023).
 
     ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
-    and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then.
+    and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then. Of latents
+    (``pages.value_dim``) tiles are those of ``latents.tiles_for``, and the first channels of ``out`` count.
     """
+    if pages.value_dim is not None:
+        return attend_latents(q, pages, lists, scale=scale, softcap=softcap, splits=splits, limits=limits)
     q = rows(q)
     batch, heads, head_dim = q.shape
     each = 1
@@ -203,30 +122,6 @@ def attend_decode(
     return out, lse
 
 
-@cache
-def even_splits(lists: int, resident: int, most: int) -> int:
-    """Into how many parts, at most ``most``, to cut each of ``lists`` for a device that holds ``resident`` programs at
-    once: ``most`` where one round takes them, else the fewest that fill the last round nearly as well as any number
-    does, in two rounds at most."""
-    if lists * most <= resident:
-        return most
-    choices = range(1, max(1, min(most, 2 * resident // lists)) + 1)
-    filled = [lists * splits / (-(-lists * splits // resident) * resident) for splits in choices]
-    return next(splits for splits, share in zip(choices, filled) if share >= 0.96 * max(filled))
-
-
-@triton.jit
-def _listed(ids, number, valid, SIZE: tl.constexpr):
-    """The ``number``-th keys of a list."""
-    if SIZE == 0:
-        key = number
-    elif SIZE == 1:
-        key = tl.load(ids + number, mask=valid, other=0)
-    else:
-        key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
-    return key
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "longest", "far_k", "far_v"],
     do_not_specialize_on_alignment=["tables", "lengths", "limits", "starts", "counts", "indices"],
@@ -276,8 +171,8 @@ def _decode(
     )
     number = split * KEYS + tl.arange(0, KEYS)
     hop = splits * KEYS
-    key = _listed(ids, number, number < most, SIZE)
-    after = _listed(ids, number + hop, number + hop < most, SIZE)
+    key = listed_keys(ids, number, number < most, SIZE)
+    after = listed_keys(ids, number + hop, number + hop < most, SIZE)
     seen = (number < count) & (key < length)
     real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
@@ -296,7 +191,7 @@ def _decode(
         number += hop
         seen = (number < count) & (after < length)
         k_row, v_row = pool_places(table, after, seen, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
-        after = _listed(ids, number + hop, number + hop < count, SIZE)
+        after = listed_keys(ids, number + hop, number + hop < count, SIZE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:

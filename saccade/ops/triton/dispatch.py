@@ -7,10 +7,12 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
+from saccade.ops.triton import serves_heads
+from saccade.ops.triton.batch import KeyLists, pages_of
 from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import STORAGE, pad, runs_on
-from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.means import Means
@@ -34,14 +36,14 @@ from saccade.selection import (
 )
 from saccade.selection.forms import Rule
 
-MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
     """Why no kernel serves this call; None where one does. They read tensors of one dtype (float32, float16 or
     bfloat16) on one device, with a head_dim that is a multiple of 16 up to 256; a Dense, Band, Tri, Blocks or Lines
-    selection (all but Blocks in a window too), one of them per head, or Tokens, Candidates or a Ranking of one row."""
+    selection (all but Blocks in a window too), one of them per head, or Tokens, Candidates or a Ranking of one row. Of
+    latents: Dense, or Blocks, Tokens or Candidates of one row."""
     if kv.in_pieces:
         return "its keys do not fit the memory at once"
     paged = kv.layout()
@@ -51,15 +53,27 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
         return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {paged.k.dtype}"
     if not paged.k.is_contiguous() or not paged.v.is_contiguous():
         return "the storage of the keys or values is not contiguous"
-    if kv.head_dim % 16 or kv.head_dim > MAX_HEAD_DIM:
-        return f"its kernels read a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}; got {kv.head_dim}"
+    if (reason := serves_heads(kv.head_dim, kv.format.value_dim)) is not None:
+        return reason
     if q.stride(-1) != 1:
         return "the channels of a query do not lie together"
     if selection is None:
         return None
+    if kv.format.joined:
+        return _unread_latents(selection)
     parts = selection.parts if type(selection) is Mixed else (selection,)
     unread = next((why for part in parts if (why := _unread(part)) is not None), None)
     return unread or uneven(selection.units, kv.kv_heads)
+
+
+def _unread_latents(selection: Selection) -> str | None:
+    """Why there is no kernel for this kind and size of selection of latents, whose one KV head all units share."""
+    kind, rows = type(selection), selection.shape.q_len
+    if isinstance(selection, Dense) or (rows == 1 and kind in (Tokens, Candidates)):
+        return None
+    if rows == 1 and isinstance(selection, Blocks):
+        return _unread(selection)
+    return f"it reads latents by no kernel for {kind.__name__} of {rows} rows"
 
 
 def _unread(selection: Selection) -> str | None:
@@ -101,7 +115,7 @@ def attend(
         return attend_lines(q, kv, _as_lines(inner, q.device), cone, scale=scale, softcap=softcap)
     if selection.shape.q_len > 1 or isinstance(selection, Band):
         assert isinstance(selection, (Dense, Band, Blocks))
-        if isinstance(selection, Dense) and pays(q, kv, selection.shape.q_start):
+        if isinstance(selection, Dense) and (kv.format.joined or pays(q, kv, selection.shape.q_start)):
             return attend_groups(q, kv, selection.shape.q_start, scale=scale, softcap=softcap)
         return attend_prefill(q, kv, selection, scale=scale, softcap=softcap)
     # The row reads the keys up to its own, wherever the view ends.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.triton.batch import Pages, pages_of
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.decode import Pages, attend_decode, pages_of
+from saccade.ops.triton.decode import attend_decode
 
 
 class Tiles(NamedTuple):
@@ -77,7 +78,7 @@ def attend_groups(
     paged = kv.upto(start + count).paged()
     tables = paged.block_table[None].expand(groups, -1, -1).contiguous()
     lengths, limits = _bounds(start, count, groups, each, q.device)
-    pages = Pages(paged.k, paged.v, tables, lengths, start + count)
+    pages = Pages(paged.k, paged.v, tables, lengths, start + count, value_dim=paged.format.value_dim)
     q = q.transpose(0, 1)
     if groups * each > count:
         q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, groups * each - count))

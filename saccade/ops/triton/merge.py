@@ -25,9 +25,9 @@ def merge(
     rows: int = 1,
 ) -> None:
     """Merge states of ``programs`` that took turns, ``part_out`` float32 [..., turns, per, head_dim] with base-2
-    ``part_lse`` [..., turns, per], into ``out`` [batch, heads, head_dim] and natural ``lse`` [batch, heads]. With
-    ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., planes *
-    turns * per] are set to zero."""
+    ``part_lse`` [..., turns, per], into the first channels of ``out`` [batch, heads, >= head_dim], contiguous, and
+    natural ``lse`` [batch, heads]. With ``stops`` int32 [...] only turns before the stop count, of each program its
+    last, and ``words`` int64 [..., planes * turns * per] are set to zero."""
     turns, per, head_dim = part_out.shape[-3:]
     width = min(WIDE, pad(head_dim))
     _merge[(lse.numel(), pad(head_dim) // width)](
@@ -41,6 +41,7 @@ def merge(
         turns,
         out.shape[1] * rows // per,
         turns * planes,
+        out.stride(1),
         PER=per,
         ROWS=rows,
         D=head_dim,
@@ -55,9 +56,9 @@ def merge(
 
 @triton.jit(do_not_specialize=["programs", "turns", "units", "cleared"])
 def _merge(
-    part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, PER: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
-    EARLY: tl.constexpr,
+    part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, out_row, PER: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr,
+    STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     listed = head // PER
@@ -96,7 +97,7 @@ def _merge(
         OWN: tl.constexpr = PER // ROWS
         row = listed // units * ROWS + head % PER // OWN
         place = (row * units + listed % units) * OWN + head % OWN
-    tl.store(out + place * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
+    tl.store(out + place * out_row + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
     natural = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + place, natural, mask=tl.program_id(1) == 0)
     if STOPPED:

@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
-from saccade.kv.rows import filler, summarize_rows
-from saccade.ops.triton.block_summaries import summarize
+from saccade.kv.rows import Blocks, filler, summarize_rows
+from saccade.ops.triton.block_summaries import CHANNELS, MOST_CHANNELS, summarize
 from saccade.ops.triton.common import pad
 from saccade.ops.triton.readers import load_keys, store_rows
 
@@ -41,10 +41,12 @@ def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     size = paged.format.block_size
     k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (k, v))
     if count:
-        _move[(-(-(start + count) // size) - start // size, heads, 2)](
+        parts, channels = len(paged.format.parts), _channels(head_dim)
+        blocks, cuts = -(-(start + count) // size) - start // size, triton.cdiv(head_dim, channels)
+        _move[(blocks, heads, parts * cuts)](
             paged.k, paged.v, paged.block_table, k, v, start, count, paged.head_stride, *k.stride()[:2],
             *v.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=True, num_warps=4,
+            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=True, num_warps=4,
         )  # fmt: skip
 
 
@@ -55,22 +57,30 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
     out = torch.empty(heads, stop - start, head_dim, dtype=pool.dtype, device=pool.device)
     if stop > start:
         table_head = 0 if block_table.shape[0] == 1 else block_table.stride(0)
-        _move[(-(-stop // size) - start // size, heads, 1)](
+        channels = _channels(head_dim)
+        cuts = triton.cdiv(head_dim, channels)
+        _move[(-(-stop // size) - start // size, heads, cuts)](
             pool, pool, block_table, out, out, start, stop - start, table_head, *out.stride()[:2], *out.stride()[:2],
-            HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=False, num_warps=4,
+            HEADS=heads, SIZE=size, D=head_dim, WIDTH=channels, CUTS=cuts, STORES=False, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
+def _channels(head_dim: int) -> int:
+    """Of a block's rows, that one program moves."""
+    return pad(head_dim, 1) if head_dim <= MOST_CHANNELS else CHANNELS
+
+
+def tiles_of(keys: Tensor, rows: int, channels: int | None = None) -> TensorDescriptor:
     """Tiles of ``rows`` of contiguous ``keys`` [kv_heads, n, head_dim] for the copy engine, rows of all heads numbered
-    through."""
-    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
+    through; of so many ``channels``, or of all."""
+    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(channels or keys.shape[-1])])
 
 
-def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor) -> None:
-    """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: keys and values [blocks, kv_heads, block_size,
-    head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on the host."""
+def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
+    """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: keys and values, or keys alone, [blocks,
+    kv_heads, block_size, head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on
+    the host."""
     device = next((part.device for part in (source[0], target[0]) if part.is_cuda), source[0].device)
     listed = torch.cat([torch.tensor([len(which)], device="cpu"), which, where])
     if device.type == "cuda":
@@ -78,18 +88,16 @@ def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tens
     launch_copies(source, listed[1 : 1 + len(which)], target, listed[1 + len(which) :], listed, len(which))
 
 
-def launch_copies(
-    source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor, count: Tensor, most: int
-) -> None:
+def launch_copies(source: Blocks, which: Tensor, target: Blocks, where: Tensor, count: Tensor, most: int) -> None:
     """As :func:`copy_blocks`, with ``which`` and ``where`` on the device, of one dtype, of which the first ``count``
     (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over."""
     words = words_of(source[0], 1)
     if not most or not words:
         return
     tiles = -(-words // WORDS)
-    _copy[(min(COPIERS, most * 2 * tiles),)](
-        source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
-        PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
+    _copy[(min(COPIERS, most * len(source) * tiles),)](
+        source[0].data_ptr(), source[-1].data_ptr(), target[0].data_ptr(), target[-1].data_ptr(), which, where, count,
+        PARTS=len(source), PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
     )  # fmt: skip
 
 
@@ -120,10 +128,11 @@ def resolve(
     do_not_specialize=["k_from", "v_from", "k_to", "v_to"], do_not_specialize_on_alignment=["which", "where", "count"]
 )
 def _copy(
-    k_from, v_from, k_to, v_to, which, where, count, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
-):
+    k_from, v_from, k_to, v_to, which, where, count, PARTS: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     copy_lists(
-        tl.program_id(0), tl.num_programs(0), k_from, v_from, k_to, v_to, which, where, count, 0, 0, 1, 1,
+        tl.program_id(0), tl.num_programs(0), k_from, v_from, k_to, v_to, which, where, count, 0, 0, 1, 1, PARTS,
         PIECES, TILES, WIDTH,
     )  # fmt: skip
 
@@ -131,21 +140,22 @@ def _copy(
 @triton.jit
 def copy_lists(
     program, programs, k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
-    LISTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    LISTS: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The share of one of ``programs`` that copy: tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks
-    and of the values', one after the other; the lists' tiles follow each other, so that programs have the same share
-    of all of them. ``PADDED``: a power of two from ``LISTS`` on. The addresses are integers, for Triton takes no tensor
-    of the host; it gives one below 2^31, as memory of the heap may have, a type of its own."""
+    and, of two ``PARTS``, of the values', one after the other; the lists' tiles follow each other, so that programs
+    have the same share of all of them. ``PADDED``: a power of two from ``LISTS`` on. The addresses are integers, for
+    Triton takes no tensor of the host; it gives one below 2^31, as memory of the heap may have, a type of its own."""
     word = tl.pointer_type(tl.int64)
     step = tl.arange(0, WIDTH)
     lists = tl.arange(0, PADDED)
-    ends = tl.cumsum(tl.load(count + lists * count_row, mask=lists < LISTS, other=0).to(tl.int32) * 2 * TILES, 0)
+    ends = tl.cumsum(tl.load(count + lists * count_row, mask=lists < LISTS, other=0).to(tl.int32) * PARTS * TILES, 0)
     for tile in tl.range(program, tl.max(ends, 0), programs):
         before = ends <= tile
         own = tl.sum(before.to(tl.int32), 0)
         rest = tile - tl.max(tl.where(before, ends, 0), 0)
-        item, part = rest // (2 * TILES), rest % (2 * TILES)
+        item, part = rest // (PARTS * TILES), rest % (PARTS * TILES)
         block = tl.load(which + own * list_row + item).to(tl.int64)
         place = tl.load(where + own * list_row + item).to(tl.int64)
         source, target = tl.cast(k_from, tl.int64), tl.cast(k_to, tl.int64)
@@ -189,16 +199,17 @@ def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr
 @triton.jit(do_not_specialize=["start", "count", "table_head"])
 def _move(
     k_pool, v_pool, table, k, v, start, count, table_head, k_head, k_row, v_head, v_row,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STORES: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr,
+    STORES: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head, of the keys or of the values."""
+    """One block of one head, of the keys or of the values, or some channels of it."""
     block, head = start // SIZE + tl.program_id(0), tl.program_id(1).to(tl.int64)
     pool, rows, head_stride, row_stride = k_pool, k, k_head, k_row
-    if tl.program_id(2) == 1:
+    if tl.program_id(2) >= CUTS:
         pool, rows, head_stride, row_stride = v_pool, v, v_head, v_row
     slot = tl.load(table + head * table_head + block).to(tl.int64)
     within = tl.arange(0, SIZE)[:, None]
-    channel = tl.arange(0, WIDTH)[None, :]
+    channel = tl.program_id(2) % CUTS * WIDTH + tl.arange(0, WIDTH)[None, :]
     row = block.to(tl.int64) * SIZE + within - start
     real = (row >= 0) & (row < count) & (channel < D)
     place = (slot * HEADS + head) * SIZE + within

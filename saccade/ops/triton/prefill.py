@@ -37,10 +37,16 @@ class Config:
     copy: bool = False  # lay the keys out in one piece first and fetch tiles by the copy engine
 
 
-def config_for(q: Tensor, selection: Selection) -> Config:
+FILLED = FILLED_BLOCKS = Config(128, 64, 8, 3, copy=True)  # of keys of up to LONGEST channels with shorter values
+LONGEST = 192
+
+
+def config_for(q: Tensor, selection: Selection, filled: int | None = None) -> Config:
     """The choice measured on a Hopper GPU (docs/performance-gpu.md) where it was measured: 16-bit storage, dense or
-    blocks of 128. Elsewhere what fits shared memory: rows of more bytes get smaller tiles."""
+    blocks of 128. Elsewhere what fits shared memory: rows of more bytes get smaller tiles. ``filled``: KVFormat's."""
     rows = min(selection.block_size, 128) if isinstance(selection, Blocks) else 128
+    if filled is not None and q.shape[-1] <= LONGEST and rows == 128 and q.element_size() == 2 and is_hopper(q.device):
+        return FILLED_BLOCKS if isinstance(selection, Blocks) else FILLED
     row_bytes = pad(q.shape[-1]) * q.element_size()
     if row_bytes > 512:
         return Config(min(rows, 32), 32, 4, 2)
@@ -71,7 +77,11 @@ def attend_prefill(
     """
     shape = selection.shape
     heads, q_len, head_dim = q.shape
-    config = config or config_for(q, selection)
+    filled = None if means is not None or kv.format.filled == head_dim else kv.format.filled
+    config = config or config_for(q, selection, filled)
+    # Keys that are longer than values are met in two parts, which together are no wider than they are.
+    rest = 0 if filled is None else rest_of(head_dim)
+    values = head_dim if filled is None else filled
     q = rows(q)
     if scale <= 0:
         q, scale = q * scale, 1.0
@@ -90,12 +100,15 @@ def attend_prefill(
     tiles = (shape.q_start + q_len - 1) // config.rows - first + 1
     keys = min(config.keys, size)
     limit = shape.q_start + q_len
-    k, v = paged.k, paged.v
+    k, v, k_rest = paged.k, paged.v, paged.k
     if config.copy:
-        k, v = (tiles_of(gather(part, paged.block_table, 0, limit), keys) for part in (k, v))
+        k, v = (gather(part, paged.block_table, 0, limit) for part in (k, v))
+        k_rest = tiles_of(k, keys, rest or None)
+        k, v = tiles_of(k, keys, head_dim - rest), tiles_of(v, keys, values)
     _prefill[(heads, tiles)](
         q,
         k,
+        k_rest,
         v,
         paged.block_table,
         offsets,
@@ -121,7 +134,10 @@ def attend_prefill(
         KV_HEADS=kv.kv_heads,
         UNITS=units,
         D=head_dim,
-        D_PAD=pad(head_dim),
+        D_PAD=pad(head_dim - rest),
+        REST=rest,
+        V=values,
+        V_PAD=pad(values),
         PAGE=kv.block_size,
         SIZE=size,
         ROWS=config.rows,
@@ -138,11 +154,21 @@ def attend_prefill(
     return out, lse
 
 
+def rest_of(head_dim: int) -> int:
+    """Channels of the second part of keys, where two powers of two that add up to ``head_dim`` are narrower than one;
+    else 0."""
+    first = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - first
+    return rest if rest >= 16 and rest & (rest - 1) == 0 else 0
+
+
 @triton.jit
 def _step(
-    acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
+    acc, weight, top, q, q_rest, position, start, limit, k_pool, k_rest, v_pool, table, kv_head, window, sinks,
+    scale_log2, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, REST: tl.constexpr, V: tl.constexpr,
+    V_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, BANDED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys from ``start`` on: online softmax with maximum ``top``, sum ``weight``, output ``acc``."""
     key = start + tl.arange(0, KEYS)
@@ -156,6 +182,13 @@ def _step(
         row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)[:, None]
         k = load_keys(k_pool, row, channel[None, :], there, D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if REST > 0:
+        if COPIED:
+            k = k_rest.load([piece, D_PAD])
+        else:
+            beyond = D_PAD + tl.arange(0, REST)
+            k = load_keys(k_pool, row, beyond[None, :], (key < limit)[:, None] if MASKED else None, D)
+        scores = tl.dot(q_rest, tl.trans(k), scores, input_precision=PRECISION)
     if CAPPED:
         scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
     if MASKED:
@@ -170,6 +203,10 @@ def _step(
     weight = weight * shrink + tl.sum(p, 1)
     if COPIED:
         v = v_pool.load([piece, 0])
+    elif V < D:
+        of_value = tl.arange(0, V_PAD)
+        there = (key < limit)[:, None] & (of_value[None, :] < V) if MASKED or V < V_PAD else None
+        v = load_values(v_pool, row, of_value[None, :], there, D)
     else:
         v = load_values(v_pool, row, channel[None, :], there, D)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -178,29 +215,31 @@ def _step(
 
 @triton.jit(do_not_specialize=["table_head", "first", "q_start", "q_len", "window", "sinks", "full"])
 def _prefill(
-    q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
-    table_head, out_head, out_row, first, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
+    q_ptr, k_pool, k_rest, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head,
+    q_row, table_head, out_head, out_row, first, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
+    REST: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
     TILE: tl.constexpr, LOG_SIZE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
     attend_tile(
-        q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
-        table_head, out_head, out_row, q_len, head, tile, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
-        HEADS, KV_HEADS, UNITS, D, D_PAD, PAGE, SIZE, ROWS, KEYS, MODE, CAPPED, PRECISION, STAGES, COPIED, TILE,
-        LOG_SIZE,
+        q_ptr, k_pool, k_rest, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head,
+        q_row, table_head, out_head, out_row, q_len, head, tile, q_start, q_len, window, sinks, scale_log2, softcap,
+        ln2, HEADS, KV_HEADS, UNITS, D, D_PAD, REST, V, V_PAD, PAGE, SIZE, ROWS, KEYS, MODE, CAPPED, PRECISION,
+        STAGES, COPIED, TILE, LOG_SIZE,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_tile(
-    q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
-    table_head, out_head, out_row, lse_head, head, tile, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
+    q_ptr, k_pool, k_rest, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head,
+    q_row, table_head, out_head, out_row, lse_head, head, tile, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
+    REST: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
     TILE: tl.constexpr, LOG_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +257,16 @@ def attend_tile(
         other=0.0,
     )
     limit = q_start + q_len  # no key from here on is causal for any row, and pages there may not exist
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    q_rest = q
+    if REST > 0:
+        beyond = D_PAD + tl.arange(0, REST)
+        q_rest = tl.load(
+            q_ptr + head.to(tl.int64) * q_head + row.to(tl.int64)[:, None] * q_row + beyond[None, :],
+            mask=inside[:, None],
+            other=0.0,
+        )
+    of_value = tl.arange(0, V_PAD)
+    acc = tl.zeros([ROWS, V_PAD], tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     if MODE == 2:
@@ -237,14 +285,16 @@ def attend_tile(
             # The next is read a turn ahead: fetching a tile waits for its place.
             block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
             acc, weight, top = _step(
-                acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
-                softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+                acc, weight, top, q, q_rest, position, start, limit, k_pool, k_rest, v_pool, table, kv_head,
+                window, sinks, scale_log2, softcap, KV_HEADS, D, D_PAD, REST, V, V_PAD, PAGE, KEYS, False, False,
+                CAPPED, PRECISION, COPIED,
             )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
             start = tl.load(ids + i // per) * SIZE + (i % per) * KEYS
             acc, weight, top = _step(
-                acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
-                softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, False, CAPPED, PRECISION, COPIED,
+                acc, weight, top, q, q_rest, position, start, limit, k_pool, k_rest, v_pool, table, kv_head,
+                window, sinks, scale_log2, softcap, KV_HEADS, D, D_PAD, REST, V, V_PAD, PAGE, KEYS, True, False,
+                CAPPED, PRECISION, COPIED,
             )  # fmt: skip
         if TILE > 0:
             acc, weight, top = mean_steps(
@@ -259,28 +309,31 @@ def attend_tile(
         for i in tl.range(0, sunk + last - low, num_stages=STAGES):
             start = tl.where(i < sunk, i, low + i - sunk) * KEYS
             acc, weight, top = _step(
-                acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
-                softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, True, CAPPED, PRECISION, COPIED,
+                acc, weight, top, q, q_rest, position, start, limit, k_pool, k_rest, v_pool, table, kv_head,
+                window, sinks, scale_log2, softcap, KV_HEADS, D, D_PAD, REST, V, V_PAD, PAGE, KEYS, True, True,
+                CAPPED, PRECISION, COPIED,
             )  # fmt: skip
     else:
         plain = begin // KEYS
         masked = tl.cdiv(tl.minimum(begin + ROWS, limit), KEYS)
         for i in tl.range(0, plain, num_stages=STAGES):
             acc, weight, top = _step(
-                acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
-                scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+                acc, weight, top, q, q_rest, position, i * KEYS, limit, k_pool, k_rest, v_pool, table, kv_head,
+                window, sinks, scale_log2, softcap, KV_HEADS, D, D_PAD, REST, V, V_PAD, PAGE, KEYS, False, False,
+                CAPPED, PRECISION, COPIED,
             )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
             acc, weight, top = _step(
-                acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
-                scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, False, CAPPED, PRECISION, COPIED,
+                acc, weight, top, q, q_rest, position, i * KEYS, limit, k_pool, k_rest, v_pool, table, kv_head,
+                window, sinks, scale_log2, softcap, KV_HEADS, D, D_PAD, REST, V, V_PAD, PAGE, KEYS, True, False,
+                CAPPED, PRECISION, COPIED,
             )  # fmt: skip
     total = tl.where(weight == 0.0, 1.0, weight)
     rows = row.to(tl.int64)
     tl.store(
-        out + head.to(tl.int64) * out_head + rows[:, None] * out_row + channel[None, :],
+        out + head.to(tl.int64) * out_head + rows[:, None] * out_row + of_value[None, :],
         (acc / total[:, None]).to(out.dtype.element_ty),
-        mask=inside[:, None] & (channel[None, :] < D),
+        mask=inside[:, None] & (of_value[None, :] < V),
     )
     top = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
     tl.store(lse + head.to(tl.int64) * lse_head + rows, top * ln2, mask=inside)

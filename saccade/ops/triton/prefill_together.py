@@ -40,11 +40,11 @@ class Part(NamedTuple):
 
 def form(q: Tensor, part: Part) -> tuple[int, ...] | None:
     """What parts of one launch have in common; None where a call of its own serves it as well: many rows, whose keys
-    are laid out first, few rows at the end of many keys, and other selections. The kernels serve the part (see
+    are laid out first, few rows at the end of many keys, latents, and other selections. The kernels serve the part (see
     ``dispatch.serves``)."""
     selection = part.selection
     here = q[:, part.first : part.first + selection.shape.q_len]
-    if not 1 < selection.shape.q_len < LONG:
+    if not 1 < selection.shape.q_len < LONG or part.kv.format.joined:
         return None
     if type(selection) is Dense:
         return None if pays(here, part.kv, selection.shape.q_start) else (DENSE,)
@@ -135,8 +135,8 @@ def _together(
     q_start, q_len = tl.load(part + 4).to(tl.int32), tl.load(part + 5).to(tl.int32)
     first = tl.load(part + 6)
     attend_tile(
-        q_ptr + first * q_row, k_pool, v_pool, blocks, offsets, indices, none, none, none, 0, out + first * out_row,
-        lse + first, q_head, q_row, table_head, out_head, out_row, count, tl.program_id(0), tile, q_start, q_len,
-        window, sinks, scale_log2, softcap, ln2, HEADS, KV_HEADS, UNITS, D, D_PAD, PAGE, SIZE, ROWS, KEYS, MODE, CAPPED,
-        PRECISION, STAGES, False, 0, 0.0,
+        q_ptr + first * q_row, k_pool, k_pool, v_pool, blocks, offsets, indices, none, none, none, 0,
+        out + first * out_row, lse + first, q_head, q_row, table_head, out_head, out_row, count, tl.program_id(0), tile,
+        q_start, q_len, window, sinks, scale_log2, softcap, ln2, HEADS, KV_HEADS, UNITS, D, D_PAD, 0, D, D_PAD, PAGE,
+        SIZE, ROWS, KEYS, MODE, CAPPED, PRECISION, STAGES, False, 0, 0.0,
     )  # fmt: skip

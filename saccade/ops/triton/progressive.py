@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.common import (
     LOG2E,
@@ -33,7 +34,6 @@ from saccade.ops.triton.common import (
     precision,
     processors,
 )
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
 from saccade.ops.triton.readers import load_keys, load_values

@@ -21,8 +21,8 @@ from saccade.kv.host import HostTier
 from saccade.kv.listed import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, READ, SHORT, STEP, WANTED
 from saccade.kv.offers import Offers
 from saccade.ops.triton import pages as block_pages
+from saccade.ops.triton.batch import KeyLists, Pages
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists, Pages
 
 ENTRIES = 256  # of a list that a program looks at together: of what a layer reads, and of slots to be taken
 LEAST_RANKED = 16  # blocks of a ranking that are brought in
@@ -50,8 +50,8 @@ def bring_in(
         tiers.tier.k.data_ptr(), tiers.tier.v.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(),
         offers.which, offers.where, offers.head, pool.slots, logical, pages.lengths, pages.tables,
         layer, pool.logical_blocks, logical.stride(0), *pages.table_strides, tiers.guard, looks, rows,
-        COPIERS=copiers, HEADS=heads, PADDED=pad(heads, 1), HEAD=offers.head.shape[1], PIECES=words, TILES=tiles,
-        WIDTH=block_pages.WORDS, SIZE=page, STEP=block_pages.RESOLVED, W_COUNT=COUNT, num_warps=4,
+        COPIERS=copiers, HEADS=heads, PADDED=pad(heads, 1), HEAD=offers.head.shape[1], PARTS=pages.parts, PIECES=words,
+        TILES=tiles, WIDTH=block_pages.WORDS, SIZE=page, STEP=block_pages.RESOLVED, W_COUNT=COUNT, num_warps=4,
         **launched(pages.k.device),
     )  # fmt: skip
 
@@ -97,8 +97,8 @@ def bring_later(pool: BlockManager, offers: Offers, layer: int, read: Sequence[R
         _bring[(block_pages.COPIERS,)](
             tier.k.data_ptr(), tier.v.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), which, where,
             offers.late_count[layer], COPIERS=block_pages.COPIERS, HEADS=heads, PADDED=pad(heads, 1),
-            ROOM=which.shape[1], PIECES=words, TILES=-(-words // block_pages.WORDS), WIDTH=block_pages.WORDS,
-            num_warps=4,
+            ROOM=which.shape[1], PARTS=pages.parts, PIECES=words, TILES=-(-words // block_pages.WORDS),
+            WIDTH=block_pages.WORDS, num_warps=4,
         )  # fmt: skip
 
 
@@ -332,9 +332,9 @@ def _take(
 def _fetch(
     k_from, v_from, k_to, v_to, which, where, head, slots, logical, lengths, tables, layer, blocks, logical_row,
     table_row, table_head, guard, looks, rows,
-    COPIERS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, PIECES: tl.constexpr,
-    TILES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, W_COUNT: tl.constexpr,
-    EARLY: tl.constexpr,
+    COPIERS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr,
+    PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    W_COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first programs copy what comes for a layer; the others look up where its rows' blocks lie from now on."""
     begin(EARLY)
@@ -342,7 +342,7 @@ def _fetch(
     if program < COPIERS:
         block_pages.copy_lists(
             program, COPIERS, k_from, v_from, k_to, v_to, which, where, head + W_COUNT, blocks, HEAD, HEADS, PADDED,
-            PIECES, TILES, WIDTH,
+            PARTS, PIECES, TILES, WIDTH,
         )  # fmt: skip
     else:
         program -= COPIERS
@@ -380,11 +380,11 @@ def _find(
 )
 def _bring(
     k_from, v_from, k_to, v_to, which, where, count, COPIERS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-    ROOM: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    ROOM: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     block_pages.copy_lists(
-        tl.program_id(0), COPIERS, k_from, v_from, k_to, v_to, which, where, count, ROOM, 1, HEADS, PADDED, PIECES,
-        TILES, WIDTH,
+        tl.program_id(0), COPIERS, k_from, v_from, k_to, v_to, which, where, count, ROOM, 1, HEADS, PADDED, PARTS,
+        PIECES, TILES, WIDTH,
     )  # fmt: skip
 
 

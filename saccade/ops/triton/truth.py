@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.row_words import AuditPlace, TapWords
+from saccade.ops.triton.batch import Pages, even_splits
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
-from saccade.ops.triton.decode import Pages, even_splits
 from saccade.ops.triton.readers import load_keys, load_values
 from saccade.ops.triton.state_words import places as places_of
 

@@ -10,16 +10,18 @@ from saccade.server.tool_formats.json_formats import (
     Granite,
     Hermes,
     JsonList,
+    KimiK2,
     Mistral,
     MistralArgs,
 )
 from saccade.server.tool_formats.llama import Llama3Json, Llama4Json
 from saccade.server.tool_formats.pythonic import Lfm2, Llama4Pythonic, Pythonic
-from saccade.server.tool_formats.tag_formats import Glm45, Glm47, Qwen3Coder, SeedOss
+from saccade.server.tool_formats.tag_formats import DeepSeek4, DeepSeek32, Glm45, Glm47, Qwen3Coder, SeedOss
 
 # Where several fit a template, the first one is meant.
 _KINDS: tuple[type[ToolFormat], ...] = (
-    Harmony, MistralArgs, Mistral, DeepSeek3, DeepSeek31, SeedOss, Glm47, Glm45, Qwen3Coder, Lfm2, Granite, Hermes,
+    Harmony, MistralArgs, Mistral, KimiK2, DeepSeek32, DeepSeek4, DeepSeek3, DeepSeek31, SeedOss, Glm47, Glm45,
+    Qwen3Coder, Lfm2, Granite, Hermes,
     Llama4Pythonic, Pythonic, Llama4Json, Llama3Json, JsonList,
 )  # fmt: skip
 FORMATS: dict[str, ToolFormat] = {kind.name: kind() for kind in _KINDS}

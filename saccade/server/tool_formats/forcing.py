@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.server.grammar import json_grammar
@@ -22,7 +22,8 @@ _REFERENCES = 64  # of a schema to the next one
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around calls. ``{name}`` in ``before`` is the function's. ``marks``: texts that may be tokens."""
+    """What stands around calls. ``{name}`` in ``before`` is the function's, ``{number}`` any number. ``marks``: texts
+    that may be tokens."""
 
     before: str
     after: str = ""
@@ -35,7 +36,8 @@ class Frame:
 @dataclass(frozen=True)
 class Members:
     """How arguments are written one by one: ``{key}`` in ``before`` is the argument's name, ``fits`` says whether it
-    may be. ``text``: whether a value that is text stands there as it is, up to ``after``."""
+    may be, ``{text}`` is true or false as the value is text or JSON, in formats that say so. ``text``: whether a value
+    that is text stands there as it is, up to ``after``."""
 
     before: str
     after: str
@@ -63,7 +65,8 @@ def forced(
         else:
             inside = f"arguments{index}"
             rules += _member_rules(schema, inside, members, frame, words, parts)
-        calls.append(f"{text(frame.before.replace('{name}', function['name']))} {inside} {text(frame.after)}")
+        head = [text(piece.replace("{name}", function["name"])) for piece in frame.before.split("{number}")]
+        calls.append(f"{' /[0-9]{1,3}/ '.join(head)} {inside} {text(frame.after)}")
     more = "" if most == 1 else f" ({text(frame.between)} call)*"
     start = f"start: {text(frame.start)} call{more} {text(frame.end)}\ncall: {' | '.join(calls)}\n"
     return joined(start + "".join(rules), *parts)
@@ -96,14 +99,34 @@ def _member_rules(
                 raise ValueError(f"an argument called {key!r} cannot be written in this model's format of calls")
             continue
         rule = f"{name}_{number}"
-        head = words(members.before.replace("{key}", key), frame.marks)
-        rules.append(f"{rule}: {head} {_value(one, key, schema, rule, members, frame, words, parts, rules)}\n")
+        more = one, key, schema, rule, members, frame, words, parts, rules
+        rules.append(f"{rule}: {_told(*more) if '{text}' in members.before else _headed(None, *more)}\n")
         (must if key in needed else may).append(rule)
     if not properties and schema.get("additionalProperties", True) is not False and members.text:
         rules.append(_open(name, members, frame, words))
         return rules
     rules.append(f"{name}: {_sequence(must, may, words(members.between, frame.marks))}\n")
     return rules
+
+
+def _told(one: Any, key: str, schema: JSON, *more: Any) -> str:
+    """An argument whose head says whether its value is text: one way for each that it may be."""
+    kinds = kinds_of(one, schema)
+    ways = [_headed(True, one, key, schema, *more)] if kinds is not None and "string" in kinds else []
+    if kinds != {"string"}:
+        ways.append(_headed(False, one, key, schema, *more))
+    return " | ".join(ways)
+
+
+def _headed(
+    text: bool | None, one: Any, key: str, schema: JSON, rule: str, members: Members, frame: Frame, words: Words,
+    parts: list[list[JSON]], rules: list[str],
+) -> str:  # fmt: skip
+    """An argument and what stands before it. ``text``: what that says of the value; None where it says nothing."""
+    spelt = members.before.replace("{key}", key).replace("{text}", "true" if text else "false")
+    some = members if text is not False else replace(members, text=False)
+    value = _value(one, key, schema, rule, some, frame, words, parts, rules, text is True)
+    return f"{words(spelt, frame.marks)} {value}"
 
 
 def _sequence(must: Sequence[str], may: Sequence[str], between: str) -> str:
@@ -117,22 +140,23 @@ def _sequence(must: Sequence[str], may: Sequence[str], between: str) -> str:
 
 def _open(name: str, members: Members, frame: Frame, words: Words) -> str:
     """Any arguments, as text, where a schema names none and closes none out."""
-    head, tail = members.before.split("{key}")
+    head, tail = members.before.replace("{text}", "true").split("{key}")
     body = f"{words(head, frame.marks)} /[A-Za-z_][A-Za-z0-9_]{{0,31}}/ {words(tail, frame.marks)}"
     return f"{name}: ({body} {name}_text)*\n{_text_rule(f'{name}_text', members, frame, words)}"
 
 
 def _value(
     one: Any, key: str, schema: JSON, rule: str, members: Members, frame: Frame, words: Words,
-    parts: list[list[JSON]], rules: list[str],
+    parts: list[list[JSON]], rules: list[str], alone: bool,
 ) -> str:  # fmt: skip
-    """The value of one argument, and what stands behind it."""
+    """The value of one argument, and what stands behind it. ``alone``: of its values those that are text."""
     kinds, behind = kinds_of(one, schema), words(members.after, frame.marks)
     resolved = _resolved(one, schema)
     values = [resolved["const"]] if "const" in resolved else resolved.get("enum")
     if members.text and kinds is not None and "string" in kinds:
         if isinstance(values, list):
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            spoken = [value for value in values if isinstance(value, str) or not alone]
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in spoken]
             return f"({' | '.join(json.dumps(text) for text in texts)}) {behind}"
         rules.append(_text_rule(f"{rule}_text", members, frame, words, resolved if kinds == {"string"} else {}))
         return f"{rule}_text"

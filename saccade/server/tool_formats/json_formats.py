@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON: Hermes, Granite, Mistral, DeepSeek, and lists of JSON alone."""
+"""Calls whose arguments are JSON: Hermes, Granite, Mistral, DeepSeek, Kimi, and lists of JSON alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from saccade.server.tool_formats.source import LONGEST_NAME, Malformed, Reading,
 from saccade.server.tool_formats.words import Words
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_NUMBERED = re.compile(rf"(?:functions\.)?({NAME.pattern}):[0-9]{{1,9}}")
 
 
 class JsonFormat(ToolFormat):
@@ -186,3 +187,44 @@ class DeepSeek3(DeepSeek31):
         yield from json_object(source, out)
         yield from source.space()
         yield from source.close("```")
+
+
+class KimiK2(JsonFormat):
+    """Kimi K2: ``functions.name:0``, the call's id, a mark, and an object. Its template shows earlier calls by their
+    ids, so clients are told the model's own."""
+
+    name = "kimi_k2"
+    begins = ("<|tool_calls_section_begin|>",)
+    marks = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    )
+    frame = Frame(f"{marks[2]}functions.{{name}}:{{number}}{marks[3]}", marks[4], marks[0], "", marks[1], marks)
+
+    def fits(self, template: str) -> bool:
+        return self.begins[0] in template
+
+    def calls(self, source: Source, out: Out, tools: list[JSON], begin: str) -> Reading[None]:
+        _, close, call, arguments, call_end = self.marks
+        yield from source.space()
+        yield from source.expect(call)
+        while True:
+            id = (yield from source.upto(arguments)).strip()
+            yield from source.expect(arguments)
+            if (found := _NUMBERED.fullmatch(id)) is not None:
+                out.begin(found[1], id)
+            elif NAME.fullmatch(id):
+                out.begin(id.removeprefix("functions."))
+            else:
+                raise Malformed
+            yield from json_object(source, out)
+            yield from source.space()
+            yield from source.close(call_end)
+            yield from source.space()
+            if (yield from source.skip(call)) is None:
+                yield from source.close(close)
+                return
+            out.end()

@@ -21,6 +21,7 @@ class Out:
         self.parts: list[Part] = []
         self._new_id, self._source = new_id, source
         self._blank: list[str] = []  # white space before the first text
+        self._ids: set[str] = set()
         self._spoken = self._called = self._open = False
 
     def say(self, text: str) -> None:
@@ -31,10 +32,12 @@ class Out:
         elif text:
             self._blank.append(text)
 
-    def begin(self, name: str) -> None:
-        """A call begins."""
+    def begin(self, name: str, id: str | None = None) -> None:
+        """A call begins. ``id``: the model's own, where its format has one that no call of the answer had before."""
         self._open = True
-        self.parts.append(Begun(self._new_id(), name))
+        id = self._new_id() if id is None or id in self._ids else id
+        self._ids.add(id)
+        self.parts.append(Begun(id, name))
 
     def more(self, text: str) -> None:
         """More of its arguments."""

@@ -1,4 +1,5 @@
-"""Calls whose arguments stand one by one between tags: Qwen3-Coder, Qwen 3.5, Seed-OSS, GLM 4.5 and later."""
+"""Calls whose arguments stand one by one between tags: Qwen3-Coder, Qwen 3.5, Seed-OSS, GLM 4.5 and later, DeepSeek
+V3.2 and V4."""
 
 from __future__ import annotations
 
@@ -140,6 +141,78 @@ class Glm47(Glm45):
 
     def fits(self, template: str) -> bool:
         return super().fits(template) and "</arg_key><arg_value>" in template
+
+
+class DeepSeek32(ToolFormat):
+    """``<｜DSML｜invoke name="...">`` with a parameter for each argument, which says whether its value is text or JSON:
+    DeepSeek V3.2."""
+
+    name = "deepseek_v32"
+    block = "function_calls"  # what stands around calls
+    begins = ("<｜DSML｜function_calls>",)
+    marks = ("｜DSML｜",)
+
+    def fits(self, template: str) -> bool:
+        return self.marks[0] in template and DeepSeek32.block in template
+
+    def grammar(self, functions: Sequence[JSON], most: int | None, words: Words) -> str:
+        frame = Frame(
+            '<｜DSML｜invoke name="{name}">\n', "</｜DSML｜invoke>\n", f"<｜DSML｜{self.block}>\n",
+            end=f"</｜DSML｜{self.block}>", marks=self.marks,
+        )  # fmt: skip
+        head = '<｜DSML｜parameter name="{key}" string="{text}">'
+        return forced(functions, most, frame, words, Members(head, "</｜DSML｜parameter>\n", _quotable))
+
+    def calls(self, source: Source, out: Out, tools: list[JSON], begin: str) -> Reading[None]:
+        invoke = '<｜DSML｜invoke name="'
+        yield from source.space()
+        yield from source.expect(invoke)
+        while True:
+            yield from self._function(source, out, tools, invoke)
+            yield from source.space()
+            if (yield from source.skip(invoke)) is None:
+                yield from source.close(f"</｜DSML｜{self.block}>")
+                return
+            out.end()
+
+    def _function(self, source: Source, out: Out, tools: list[JSON], invoke: str) -> Reading[None]:
+        parameter, end = '<｜DSML｜parameter name="', "</｜DSML｜invoke>"
+        follows = ((parameter,),), ((end,), (invoke, f"</｜DSML｜{self.block}>"))
+        name, first = (yield from source.upto('"')), True
+        yield from source.expect('">')
+        if not NAME.fullmatch(name):
+            raise Malformed
+        out.begin(name)
+        out.more("{")
+        while True:
+            yield from source.space()
+            if (yield from source.expect(parameter, end)) == end:
+                out.more("}")
+                return
+            key, spoken = (yield from source.upto('"')), None
+            if (yield from source.expect('" string="', '">')) != '">':
+                spoken = (yield from source.expect("true", "false")) == "true"
+                yield from source.expect('">')
+            out.more(f"{'' if first else ', '}{quoted(key)}: ")
+            first = False
+            schema = schema_of(tools, name)
+            yield from tagged_value(source, out, key, schema, "</｜DSML｜parameter>", follows, False, spoken)
+
+
+class DeepSeek4(DeepSeek32):
+    """The same in a block of another name: DeepSeek V4."""
+
+    name = "deepseek_v4"
+    block = "tool_calls"
+    begins = ("<｜DSML｜tool_calls>",)
+
+    def fits(self, template: str) -> bool:
+        return self.marks[0] in template and DeepSeek32.block not in template
+
+
+def _quotable(key: str) -> bool:
+    """Whether a name can stand in quotes."""
+    return bool(key) and '"' not in key and "\n" not in key
 
 
 def _named(source: Source) -> Reading[str]:

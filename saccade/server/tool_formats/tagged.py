@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from saccade.server.tool_formats.json_reading import is_plain_json
 from saccade.server.tool_formats.parts import JSON
 from saccade.server.tool_formats.reading import Out
 from saccade.server.tool_formats.schema_values import is_text, json_of, quoted
@@ -14,12 +15,20 @@ Follows = Sequence[Sequence[Sequence[str]]]
 
 
 def tagged_value(
-    source: Source, out: Out, key: str, schema: JSON, close: str, follows: Follows, lines: bool
+    source: Source,
+    out: Out,
+    key: str,
+    schema: JSON,
+    close: str,
+    follows: Follows,
+    lines: bool,
+    spoken: bool | None = None,
 ) -> Reading[None]:
     """A value up to the tag ``close``, as JSON. A value may hold such tags itself: the first one counts that one of
     ``follows`` stands behind, at whose end the answer may be cut. ``lines``: a line break behind the opening tag and
-    one before the closing one are the format's. Text is told as it comes, what may be JSON once it is whole."""
-    text, held = is_text(key, schema), []
+    one before the closing one are the format's. ``spoken``: whether the value is text, where the format says so; else
+    the tool's schema does. Text is told as it comes, what may be JSON once it is whole."""
+    text, held = is_text(key, schema) if spoken is None else spoken, []
 
     def put(piece: str) -> None:
         if text:
@@ -55,7 +64,11 @@ def tagged_value(
             break
         else:
             at = found + 1
-    out.more('"' if text else json_of("".join(held), key, schema))
+    if text:
+        out.more('"')
+        return
+    value = "".join(held)
+    out.more(json_of(value, key, schema) if spoken is None or not is_plain_json(value.strip()) else value.strip())
 
 
 def _decided(rest: str, final: bool, follows: Follows) -> bool | None:

@@ -1,0 +1,132 @@
+"""Models of several ranks: what is shared out of them, and what parts make together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import fork_server
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import WIDE, tiny, write
+from rank_helpers import LAYERS, PROMPTS, greedy, make, same
+from tiny_models import make_checkpoint
+
+from saccade import LLM, ranks
+from saccade.errors import ModelError
+from saccade.kv.format import KVFormat
+from saccade.models.loader import load_model
+from saccade.models.shards import shard, shard_model
+
+
+@pytest.fixture(autouse=True)
+def quickly_started(monkeypatch):
+    monkeypatch.setattr(ranks, "subprocess", fork_server.SUBPROCESS)
+
+
+def test_heads_that_cannot_be_shared_out(tiny_llama, tmp_path):
+    spec = load_model(tiny_llama).spec
+    assert (shard(spec, 2).heads, shard(spec, 2).kv_heads) == (2, 1)
+    with pytest.raises(ModelError, match="the model's 2 KV heads evenly; use 1 or 2"):
+        LLM(tiny_llama, tensor_parallel_size=3, device="cpu", enable_prefix_caching=False)
+    with pytest.raises(ModelError, match="use 1 or 2 or 3 or 6"):
+        shard(replace(spec, heads=12, kv_heads=6), 4)
+    other = make_checkpoint("gemma3_text", tmp_path / "gemma")
+    with pytest.raises(ModelError, match=r"layers are Llama's.*use tensor_parallel_size=1"):
+        shard_model(load_model(other), 0, 1, SimpleNamespace)
+
+
+@pytest.mark.parametrize("width", [48, 51])
+def test_parts_add_up_to_the_whole(tmp_path, width):
+    """Each rank's part of a layer with biases, added up, is the layer; an MLP of odd width stays whole."""
+    folder = make_checkpoint("qwen2", tmp_path, intermediate_size=width)
+    model = load_model(folder, "float32")
+    noted: list[torch.Tensor] = []
+    group = SimpleNamespace(sum=lambda part: noted.append(part) or part)
+    parts = [shard_model(model, rank, 2, lambda: group) for rank in (0, 1)]
+    whole = model.runner.llama.kernels(1000).layers[1]
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, model.config.hidden_size, generator=rng)
+    cos, sin = torch.ones(5, model.spec.head_dim), torch.zeros(5, model.spec.head_dim)
+    want = whole.project(hidden.clone(), cos, sin)
+    got = [part.runner.llama.kernels(5).layers[1].project(hidden.clone(), cos, sin) for part in parts]
+    for number in range(3):
+        torch.testing.assert_close(torch.cat([one[number] for one in got]), want[number])
+    attended = torch.randn(model.spec.heads, 5, model.spec.head_dim, generator=rng)
+    for part, own in zip(parts, attended.chunk(2)):
+        part.runner.llama.kernels(5).layers[1].finish(hidden.clone(), own)
+    assert len(noted) == (4 if width == 48 else 2)
+    output = model.runner.llama.weights.layers[1].output
+    rows = attended.transpose(0, 1).reshape(5, -1)
+    torch.testing.assert_close(noted[0] + noted[len(noted) // 2], rows @ output.weight.T)
+
+
+@pytest.mark.parametrize("policy", ["dense", "flexprefill+quest(budget=64)"])
+def test_four_processes(tmp_path, policy):
+    folder = make_checkpoint(
+        "llama",
+        tmp_path,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+    )
+    answers = []
+    for count in (1, 4):
+        with make(folder, count, kv_memory="8MiB") as llm:
+            answers.append(llm.generate(PROMPTS[:3], greedy(), policy=policy))
+    same(*answers)
+    assert [one.report["decode"]["keys_attended"] for one in answers[0]] == [
+        one.report["decode"]["keys_attended"] for one in answers[1]
+    ]
+
+
+@pytest.mark.parametrize("stored", ["Q4_K", "Q8_0", "int4", "int8"])
+def test_quantised_weights(tmp_path, stored):
+    """Output matrices of groups are multiplied by rows: products are those of one process, bit for bit."""
+    folder = tiny("qwen3", tmp_path / "made", **WIDE, num_hidden_layers=2, max_position_embeddings=512)
+    options = {"quantize": stored, "exact": False} if stored.islower() else {"exact": False}
+    file = folder if stored.islower() else write(folder, tmp_path / "m.gguf", Kind[stored])
+    answers = []
+    for count in (1, 2):
+        with make(file, count, kv_memory="8MiB", **options) as llm:
+            assert stored.upper() in llm.model.identity.quantize
+            answers.append(llm.generate(PROMPTS[:3], greedy(), policy="flexprefill+quest(budget=64)"))
+    same(*answers)
+
+
+def test_products_that_take_rows_in_8_bits_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"is not for weights in fp8.*tensor_parallel_size=1"):
+        make(make_checkpoint("llama", tmp_path, hidden_size=64), 2, quantize="fp8_reference")
+
+
+@pytest.mark.parametrize("policy", ["dense", "flexprefill+quest(budget=64)", "psa(epsilon=0.3)"])
+def test_keys_and_values_in_eight_bits(tmp_path, policy):
+    folder = make_checkpoint("qwen2", tmp_path, max_position_embeddings=512, num_key_value_heads=2)
+    answers = []
+    for count in (1, 2):
+        with make(folder, count, kv_memory="8MiB", kv_dtype="int8") as llm:
+            assert llm.pool.format.turned
+            answers.append(llm.generate(PROMPTS[:3], greedy(), policy=policy))
+    same(*answers)
+
+
+TIERS = {
+    "host": {"kv_host": "8MiB"},
+    "disk": {"kv_disk": "tier:8MiB"},
+    "both": {"kv_host": "64KiB", "kv_disk": "t:8MiB"},
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_tiers(tiny_llama, tmp_path, monkeypatch, tier):
+    """Each rank moves blocks of its own heads; what is chosen and said is that of one process with all in memory."""
+    monkeypatch.chdir(tmp_path)
+    for policy in ("dense", "flexprefill+quest(budget=64)", "lfps"):
+        answers = []
+        for count, options in ((1, {}), (2, TIERS[tier])):
+            memory = LAYERS * (12 if count == 2 else 400) * KVFormat(torch.float32, 2 // count, 16, 32).block_bytes
+            with make(tiny_llama, count, kv_memory=memory, **options) as llm:
+                answers.append(llm.generate(PROMPTS, greedy(), policy=policy))
+        same(*answers)
