@@ -14,8 +14,8 @@ from torch import Tensor
 
 from saccade.kv.low_rank import RANK, TINY, record_bytes, record_rows
 from saccade.ops.layout import rows as laid
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, precision
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.readers import load_keys
 from saccade.selection.readings import Choice
 
