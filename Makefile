@@ -154,7 +154,7 @@ STORED = $(if $(KV_DTYPE),--kv-dtype $(KV_DTYPE))
 # 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED)
-	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(STORED)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup

@@ -36,6 +36,7 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
 from saccade.engine.request import Request
 from saccade.kv.format import KVFormat
+from saccade.kv.row_formats import format_called
 from saccade.methods.policy import Policy
 
 SPARSE = "xattention(threshold=0.5, stride=4, block_size=32)"
@@ -96,9 +97,10 @@ class Script:
 class Bench:
     """An engine with a small pool, whose sessions follow scripts."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
-        block = KVFormat(torch.float32, 2, 16, SIZE).block_bytes
+    def __init__(self, folder: Path, kv_dtype: str = "auto", **options: Any) -> None:
+        options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1, "kv_dtype": kv_dtype}
+        rows = format_called(kv_dtype, torch.float32, "cpu")
+        block = KVFormat(torch.float32, 2, 16, SIZE, rows, rows).block_bytes
         self.llm = LLM(folder, kv_memory=ROOM * LAYERS * block, **{"enable_prefix_caching": False, **options})
         self.engine = self.llm.engine
         self.plant = Plant(self.llm.model.runner)
@@ -259,7 +261,7 @@ class Case:
 
 
 def breaks(
-    count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3
+    count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3, kv_dtype: str = "auto"
 ) -> tuple[Counter[str], list[str]]:
     """Run ``count`` cases over ``each`` scripts of every policy: what became of turns, and what was wrong."""
     counts: Counter[str] = Counter()
@@ -268,7 +270,7 @@ def breaks(
         checkpoint = make_checkpoint(
             "llama", Path(folder) / "model", num_hidden_layers=LAYERS, head_dim=16, max_position_embeddings=512
         )
-        benches = [Bench(checkpoint), Bench(checkpoint, enable_prefix_caching=True)]
+        benches = [Bench(checkpoint, kv_dtype, enable_prefix_caching=cached) for cached in (False, True)]
         scripts = [benches[0].script(policy, seed + number) for policy in policies for number in range(each)]
         for number in range(count):
             rng = random.Random(f"{seed} {number}")
@@ -284,10 +286,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", default="auto", help="of all engines: auto, bf16 or int8")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    counts, wrong = breaks(chosen.cases, chosen.seed)
+    counts, wrong = breaks(chosen.cases, chosen.seed, kv_dtype=chosen.kv_dtype)
     print(f"{chosen.cases} cases in {time.perf_counter() - began:.0f} s, seed {chosen.seed}: {dict(counts)}")
     sys.exit("\n".join([f"{len(wrong)} wrong", *wrong[:20]]) if wrong else None)
 
