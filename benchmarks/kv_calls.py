@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--formats", default="auto,int8", help="values of kv_dtype; others are held against the first")
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument(
-        "--length", type=int, default=512, help="tokens of a document before the question, about"
-    )
+    parser.add_argument("--length", type=int, default=512, help="tokens of a document before the question, about")
     parser.add_argument("--together", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
