@@ -27,7 +27,7 @@ struct NoTally {
 template <class Math, class T, class Tally = NoTally>
 class DecodeTask {
     static constexpr bool kDot = Math::per_unit == 2;  // bf16 dot products
-    static constexpr bool kWords = sizeof(T) == 2 && Simd::has_word_dot;
+    static constexpr bool kWords = Simd::has_word_dot && (kDot || std::is_same_v<Math, WordMath>);
     using Q = std::conditional_t<kDot, uint16_t, float>;
 
   public:

@@ -16,6 +16,9 @@ constexpr float kMostQuery = 127 * 256 + 127;  // in two bytes with a sign each
 constexpr int kWordKeys = 32;  // of a step
 constexpr float kLeastWeight = 1e-30f;
 
+// bf16 storage on CPUs with few bf16 dot products: fp32 arithmetic, but for codes where they lie.
+struct WordMath : Fp32Math {};
+
 // Only for sets with Simd::has_word_dot; S is Simd, so that others need not have it.
 template <class S>
 struct WordProducts {
