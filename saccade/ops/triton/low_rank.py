@@ -278,7 +278,8 @@ def _combine(
         mask=here[:, None] & (part < tl.num_programs(0))[None, :],
         other=float("-inf"),
     )
-    top = tl.where(here, tl.max(tops, 1), 0.0)
+    top = tl.max(tops, 1)
+    top = tl.where(top > float("-inf"), top, 0.0)  # of a row none of whose pages are ranked
     weight = tl.load(
         weights + head[None, :] * blocks + block[:, None],
         mask=wanted[:, None] & here[None, :],
