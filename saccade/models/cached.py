@@ -18,7 +18,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from saccade.errors import ModelError
-from saccade.models.checkpoint import first_line
 
 SUMS = "sha256.json"  # sha256 and bytes of all other files of a folder
 
@@ -58,6 +57,8 @@ def cached(name: str, build: Callable[[Path], object], what: str, *, sums: bool 
                 raise OSError(f"{need / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
             put(home / name, build, sums)
         except (OSError, SafetensorError) as error:
+            from saccade.models.checkpoint import first_line  # which imports torch
+
             refusals.append(f"{home}: {getattr(error, 'strerror', None) or first_line(error)}")
             continue
         return home / name

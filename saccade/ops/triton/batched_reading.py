@@ -30,13 +30,13 @@ GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to r
 def why_not(reading: Reading, spec: PlanSpec) -> str | None:
     """What no kernel serves of ``reading`` on such a model; None where kernels serve all of it."""
     choice = reading.choice
-    if spec.value_dim is not None and (reading.kernels == OWN or (choice is not None and choice.rule is not None)):
-        return "its kernels read keys and values, not latents"
-    if choice is not None and choice.source.summary == RECORDS:
-        if spec.value_dim is not None:
-            return "the kernels make records of keys, not of latents"
-        if spec.heads // spec.kv_heads > MOST_GROUP:
-            return f"the kernels weigh records for at most {MOST_GROUP} query heads of a KV head"
+    if spec.value_dim is not None:
+        plain = choice is not None and choice.rule is None and choice.source.summary in SUMMARIES
+        if reading.kernels == OWN or not (choice is None or plain):
+            return "its kernels read keys and values, not latents"
+    records = choice is not None and choice.source.summary == RECORDS
+    if records and spec.heads // spec.kv_heads > MOST_GROUP:
+        return f"the kernels weigh records for at most {MOST_GROUP} query heads of a KV head"
     return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
 
 
