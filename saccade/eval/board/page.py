@@ -178,11 +178,7 @@ def _line(row: Row, columns: Columns) -> Line:
         *([_share(row.read)] if columns.bytes else []),
         *([_share(row.recall)] if columns.recall else []),
         *(drift if columns.drift else []),
-        *(
-            [f"{min(chances):.2g}" if chances else "–", str(row.loss.n) if row.loss else "–"]
-            if columns.answered
-            else []
-        ),
+        *(counted if columns.answered else []),
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
     )
     note = ""
