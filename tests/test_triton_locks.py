@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
@@ -12,6 +14,7 @@ from saccade.methods.base import Query
 from saccade.methods.locks import Locks, combined, page_weights
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import append_rows
+from saccade.ops.triton.batched_reading import why_not
 from saccade.ops.triton.low_rank import score_records
 from saccade.selection import Blocks
 
@@ -111,3 +114,9 @@ def test_pages_weigh_what_the_reference_says_and_the_same_are_read(size, dtype, 
 
 def test_what_no_kernel_does_stays_on_the_host():
     assert Locks(combine="max").device_plan(Spec) is None
+    reading = Locks().device_plan(Spec).layers[0]
+    sizes = {"layers": 1, "head_dim": DIM, "windows": (None,)}
+    for heads, value_dim, says in ((4, None, None), (66, None, "at most 32 query heads"), (4, 16, "not latents")):
+        spec = SimpleNamespace(heads=heads, kv_heads=2, value_dim=value_dim, **sizes)
+        why = why_not(reading, spec)
+        assert why is None if says is None else says in why

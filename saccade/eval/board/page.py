@@ -118,6 +118,7 @@ class Columns:
     """What the tables of a protocol tell apart: families of tasks where there are several, lengths where there are
     several, and what was measured at all."""
 
+    answered: bool
     families: tuple[str, ...]
     lengths: tuple[int, ...]
     bytes: bool
@@ -127,9 +128,11 @@ class Columns:
     @classmethod
     def of(cls, rows: Sequence[Row], lengths: Sequence[int]) -> Columns:
         families = tuple(dict.fromkeys(name for row in rows for name in row.families))
+        answered = any(row.parts for row in rows)
         return cls(
+            answered,
             families if len(families) > 1 else (),
-            tuple(lengths) if len(lengths) > 1 or len(families) < 2 else (),
+            tuple(lengths) if answered and (len(lengths) > 1 or len(families) < 2) else (),
             any(row.read is not None for row in rows),
             any(row.recall is not None for row in rows),
             any(row.kl is not None for row in rows),
@@ -138,14 +141,15 @@ class Columns:
     @property
     def head(self) -> tuple[str, ...]:
         return (
-            "points lost [95 %]",
+            *(["points lost [95 %]"] if self.answered else []),
             *self.families,
             *(f"at {in_k(length)}" for length in self.lengths),
             "keys read",
             *(["bytes read"] if self.bytes else []),
             *(["recall"] if self.recall else []),
             *(["KL, nats [95 %]", "tokens that agree", "time, of dense's"] if self.drift else []),
-            *("p (McNemar)", "n", "setting"),
+            *(["p (McNemar)", "n"] if self.answered else []),
+            "setting",
         )
 
 
@@ -164,17 +168,17 @@ def _line(row: Row, columns: Columns) -> Line:
     settings = dict.fromkeys(
         [part.policy for part in row.parts.values()] or [one.policy for one in row.drifts.values()]
     )
+    counted = [f"{min(chances):.2g}" if chances else "–", str(row.loss.n) if row.loss else "–"]
     drift = (_nats(row.kl), _share(row.agree), "–" if row.time is None else f"{row.time:.2f}")
     cells = (
-        _lost(row.loss),
+        *([_lost(row.loss)] if columns.answered else []),
         *(_mean_lost(row.families.get(name)) for name in columns.families),
         *("–" if part is None else _mean_lost(part.cell.difference) for part in parts),
         _share(row.keys),
         *([_share(row.read)] if columns.bytes else []),
         *([_share(row.recall)] if columns.recall else []),
         *(drift if columns.drift else []),
-        f"{min(chances):.2g}" if chances else "–",
-        str(row.loss.n) if row.loss else "–",
+        *(counted if columns.answered else []),
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
     )
     note = ""

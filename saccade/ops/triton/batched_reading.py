@@ -17,7 +17,7 @@ from saccade.ops.triton.batched_moments import estimate_moments
 from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, RuleRead
 from saccade.ops.triton.dispatch import BLOCK_SIZES
-from saccade.ops.triton.low_rank import score_records
+from saccade.ops.triton.low_rank import MOST_GROUP, score_records
 from saccade.ops.triton.progressive import MOST_KEYS, attend_progressive
 from saccade.selection.forms import LABELS, PlanSpec
 from saccade.selection.readings import CHOICE, ENDS, OWN, Choice, Reading
@@ -34,6 +34,9 @@ def why_not(reading: Reading, spec: PlanSpec) -> str | None:
         plain = choice is not None and choice.rule is None and choice.source.summary in SUMMARIES
         if reading.kernels == OWN or not (choice is None or plain):
             return "its kernels read keys and values, not latents"
+    records = choice is not None and choice.source.summary == RECORDS
+    if records and spec.heads // spec.kv_heads > MOST_GROUP:
+        return f"the kernels weigh records for at most {MOST_GROUP} query heads of a KV head"
     return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
 
 

@@ -21,6 +21,7 @@ from saccade.selection.readings import Choice
 
 SWEEPS = 6  # over all pairs of a page's keys: off the diagonal float32's rounding is left
 TILE = 16  # pages that a program scores
+MOST_GROUP = 32  # query heads of a KV head: a logit of each, of every key of a tile, is in a program's registers
 _RANK: tl.constexpr = tl.constexpr(RANK)
 _TINY: tl.constexpr = tl.constexpr(TINY)
 
@@ -34,7 +35,8 @@ def record_pages(pages: Pages, pointers: Tensor, size: int, limits: Tensor | Non
     _record[(kv_heads, len(lengths))](
         pages.k, pages.tables, lengths, pointers, *pages.table_strides, KV_HEADS=kv_heads,
         ROWS=len(lengths) // len(pages.lengths), D=head_dim, D_PAD=pad(head_dim), PAGE=pages.k.shape[2], SIZE=size,
-        KEYS=pad(size), RECORD=rows, BYTES=record_bytes(size, head_dim), SWEEPS=SWEEPS, num_warps=1,
+        KEYS=pad(size), RECORD=rows, BYTES=record_bytes(size, head_dim), SWEEPS=SWEEPS,
+        num_warps=max(1, pad(size) * pad(head_dim) // 2048),
         **launched(pages.k.device),
     )  # fmt: skip
 
