@@ -8,7 +8,7 @@ states alone: where a turn or a draft finds them, and whether there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV, append_rows, copy_rows, load_kv
+from saccade.kv.sequence_states import SequenceStates
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
 
@@ -85,6 +86,10 @@ class Memories(dict[int, SequenceMemory]):
         layers keep a state."""
         kept = self[sequence].kept
         return length if kept is None else kept.before(length, good)
+
+    def losing(self, sequences: Iterable[int], losers: Container[SequenceStates]) -> list[int]:
+        """Those of ``sequences`` whose layers' states are among ``losers``."""
+        return [one for one in sequences if self[one].kept in losers]
 
     def rest(self, sequence: int) -> None:
         """No step of a sequence follows for now."""
