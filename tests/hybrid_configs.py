@@ -61,7 +61,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         kinds = [rng.choice((keeping.kinds[0], "full_attention")) for _ in range(layers - 2)]
         kinds += [keeping.kinds[0], "full_attention"]
         rng.shuffle(kinds)
-        sizes["layer_types"] = kinds
+        attend = [at for at, kind in enumerate(kinds) if kind == "full_attention"]
+        sizes |= {"attn_layer_indices": attend} if family == "bamba" else {"layer_types": kinds}
     if keeping.module == "conv":
         sizes |= {"conv_L_cache": rng.choice((2, 3, 5)), "conv_bias": rng.random() < 0.5}
     elif keeping.module == "mamba":

@@ -8,7 +8,7 @@ states alone: where a turn or a draft finds them, and whether there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV, append_rows, copy_rows, load_kv
+from saccade.kv.sequence_states import SequenceStates
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
 
@@ -73,11 +74,22 @@ class Memories(dict[int, SequenceMemory]):
         memory.truncate(left, Cut.RESUMED, stored, False, False)
         return left
 
+    def pin(self, sequence: int, stored: int) -> None:
+        """The next step goes on after ``stored`` tokens: whatever runs until then, nobody takes the state there away.
+        SaccadeError where layers keep states and none stands there."""
+        kept = self[sequence].kept
+        if kept is not None:
+            kept.pin(stored)
+
     def state_before(self, sequence: int, length: int, good: Callable[[int], bool]) -> int:
         """The most tokens, at most ``length``, that others can go on from at a ``good`` place: all ``length`` unless
         layers keep a state."""
         kept = self[sequence].kept
         return length if kept is None else kept.before(length, good)
+
+    def losing(self, sequences: Iterable[int], losers: Container[SequenceStates]) -> list[int]:
+        """Those of ``sequences`` whose layers' states are among ``losers``."""
+        return [one for one in sequences if self[one].kept in losers]
 
     def rest(self, sequence: int) -> None:
         """No step of a sequence follows for now."""
@@ -90,11 +102,11 @@ class Memories(dict[int, SequenceMemory]):
         if closes:
             del self[sequence]
 
-    def save(self, sequence: int, segment: int | None = None) -> SavedMemory:
-        """A copy of all that there is, on the host. With ``segment``, keys and values of whole segments of so many
-        tokens are left out, which :meth:`save_rows` copies, and older snapshots, as :meth:`save_snapshot` does. LostKV
-        where a tier has lost some."""
-        return save_memory(self[sequence], segment)
+    def save(self, sequence: int, segment: int | None = None, older: Iterable[int] = ()) -> SavedMemory:
+        """A copy of all that there is, on the host, with the snapshots after ``older`` tokens. With ``segment``, keys
+        and values of whole segments of so many tokens are left out, which :meth:`save_rows` copies. LostKV where a tier
+        has lost some."""
+        return save_memory(self[sequence], segment, older)
 
     def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
         """Keys and values of some tokens, as copies on the host. SaccadeError for a block that is not resident."""

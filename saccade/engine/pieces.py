@@ -114,7 +114,7 @@ def act(sessions: Sessions, piece: Piece) -> Any:
         saved = save_sequence(sequence, None, sessions.chunk, piece.segment)
         stood, mark = dict(kv.stood), next(_marks)
         kv.mark(mark)
-        return Captured(saved, mark, stood, sequence.memories.snapshots(sequence.id))
+        return Captured(saved, mark, stood, sequence.snapshots(sessions.chunk))
     if isinstance(piece, LoadRows):
         return _load(sequence, piece)
     if isinstance(piece, LoadState):

@@ -157,9 +157,10 @@ class PrefixCache:
         states = self.pool.states
         if states is None or not states.losers:
             return False
-        losers, before = set(states.losers), states.orphaned
+        losers, before, kept = set(states.losers), states.orphaned, {one.id: one for one in self._kept.values()}
         states.losers.clear()
-        for donor in [one for one in self._kept.values() if self.memories[one.id].kept in losers]:
+        for number in self.memories.losing(kept, losers):
+            donor = kept[number]
             length = len(donor.tokens)
             left = self.memories.state_before(donor.id, length, partial(_is_multiple, donor.step))
             states.orphaned += length - left

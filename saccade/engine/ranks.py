@@ -89,7 +89,7 @@ class SharedMemories(Memories):
         super().forget_states(sequence)
         self._tell(ForgetStates(sequence))
 
-    def save(self, sequence: int, segment: int | None = None) -> SavedMemory:
+    def save(self, sequence: int, segment: int | None = None, older: Iterable[int] = ()) -> SavedMemory:
         if self.has_state(sequence):
             raise PolicyError(
                 f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="

@@ -24,6 +24,7 @@ from saccade.engine.saved_memory import KEPT, LISTS, OLDER
 from saccade.engine.sequence import Sequence, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError, shown
 from saccade.kv.saved import SavedKV
+from saccade.kv.sequence_states import spaced
 from saccade.kv.tier import LostKV
 from saccade.methods import state as states
 from saccade.methods.fitting import Fitting, Sizes
@@ -74,7 +75,8 @@ def save_sequence(
     }
     if sequence.computed:
         try:
-            memory = sequence.memories.save(sequence.id, segment)
+            older = () if segment is not None else spaced(sequence.snapshots(chunk), sequence.computed)
+            memory = sequence.memories.save(sequence.id, segment, older)
         except LostKV:  # whoever has it back computes it again
             sequence.drop_kv()
             return save_sequence(sequence, model, chunk, segment)

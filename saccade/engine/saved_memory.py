@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from saccade.engine.memory import SequenceMemory
 from saccade.kv.saved import copy_rows, described, save_kv
-from saccade.kv.sequence_states import spaced
 from saccade.methods import state as states
 
 LISTS = ("states", "tails", "gone", "watched")  # of a SequenceMemory, one entry a layer
@@ -28,7 +28,7 @@ class SavedMemory:
     known: dict[str, Any]
 
 
-def save_memory(memory: SequenceMemory, segment: int | None) -> SavedMemory:
+def save_memory(memory: SequenceMemory, segment: int | None, older: Iterable[int] = ()) -> SavedMemory:
     """See ``Memories.save``."""
     known: dict[str, Any] = {}
     if segment is None:
@@ -45,9 +45,7 @@ def save_memory(memory: SequenceMemory, segment: int | None) -> SavedMemory:
         tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}
     kept = None if memory.kept is None else memory.kept.save(memory.kv.length)
     tensors |= {f"{KEPT}/{name}": tensor for name, tensor in (kept or {}).items()}
-    if memory.kept is not None and segment is None:
-        for at in spaced(memory.kept.snapshots, memory.kv.length):
-            parts = memory.kept.save(at)
-            assert parts is not None, "a snapshot is there"
-            tensors |= {f"{OLDER}/{at}/{name}": tensor for name, tensor in parts.items()}
+    for at in older:
+        parts = None if memory.kept is None else memory.kept.save(at)
+        tensors |= {f"{OLDER}/{at}/{name}": tensor for name, tensor in (parts or {}).items()}
     return SavedMemory(tensors, kv, known)

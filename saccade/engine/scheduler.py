@@ -114,6 +114,7 @@ class Scheduler:
             if request.id in self.suspended or not self.control.lets(request):
                 continue
             self._resume(request)
+            request.sequence.memories.pin(request.sequence.id, request.sequence.computed)
             turn = self.control.turn(request, self._chunk(request))
             if not turn.rows:
                 continue
@@ -145,6 +146,7 @@ class Scheduler:
                 break
             del self.waiting[put_off]
             self.running.append(request)
+            request.sequence.memories.pin(request.sequence.id, request.sequence.computed)
             if request.finished or not turn.rows:  # its blocks could not be had, or its rows' turn comes
                 continue
             if work.wants_logits and request.awaits_mask:

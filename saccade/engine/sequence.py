@@ -158,6 +158,11 @@ class Sequence:
             self.spans = _merged_if_dense(self.spans)
         return lost
 
+    def snapshots(self, chunk: int) -> tuple[int, ...]:
+        """The tokens after which layers have a state from which what follows can be computed again as it was, in chunks
+        of so many rows; rising."""
+        return tuple(at for at in self.memories.snapshots(self.id) if _resumes(self.spans, at, chunk))
+
     def standing(self, kept: int) -> Standing:
         """Where it stands before a turn that keeps its first ``kept`` tokens."""
         return Standing(self.tokens[kept:], [replace(span) for span in self.spans], self.reached, self.seen)
