@@ -156,7 +156,7 @@ KIND = $(if $(FAMILY),--family $(FAMILY))
 # 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED) $(KIND)
-	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(KIND)
+	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(STORED) $(KIND)
 
 # 5,000 requests over an engine of two processes that are killed or stopped now and then: make storm-ranks COUNT=500 for
 # fewer.

@@ -1,5 +1,5 @@
 """What attention costs over keys and values of 8 bits, against those of 16: the same calls over two pools, in turn, so
-that both meet the same machine. Medians, and of each pair its ratio.
+that both meet the same machine. Medians, and of each pair its ratio; first what reading both pools takes, in order.
 
     python benchmarks/kv_formats.py --contexts 32768,131072 --threads 1,16 --repeats 9
 """
@@ -44,6 +44,8 @@ def main() -> None:
             coded = problem_of(plain.q, plain.k, plain.v, len(plain.views), INT8)
             for threads in map(int, asked.threads.split(",")):
                 torch.set_num_threads(threads)
+                if cpu.available():
+                    report(f"read {context} {threads}t", asked.repeats, plain, coded, passing(threads))
                 for name in (
                     "dense",
                     *(f"blocks({one})" for one in densities),
@@ -92,6 +94,17 @@ def reading(name: str, threads: int) -> Callable[[Problem], Callable[[int], obje
         else:
             chosen = Dense(shape)
         return lambda turn: run(Call.of(problem.q, problem.views[turn % len(problem.views)], chosen, threads=threads))
+
+    return made
+
+
+def passing(threads: int) -> Callable[[Problem], Callable[[int], object]]:
+    """Reading as many bytes as the call over everything does, in order."""
+
+    def made(problem: Problem) -> Callable[[int], object]:
+        layout = problem.sequence.pool.format
+        data = torch.ones(layout.blocks(problem.shape.k_len) * layout.block_bytes, dtype=torch.uint8)
+        return lambda turn: cpu.read_pass(data, threads)
 
     return made
 

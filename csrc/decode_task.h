@@ -3,7 +3,6 @@
 // a task that serves several of them finds each one's rows by the positions of the first one's keys.
 #pragma once
 
-#include <tuple>
 #include <utility>
 
 #include "ahead.h"
@@ -28,7 +27,7 @@ struct NoTally {
 template <class Math, class T, class Tally = NoTally>
 class DecodeTask {
     static constexpr bool kDot = Math::per_unit == 2;  // bf16 dot products
-    static constexpr bool kWords = kDot && Simd::has_word_dot;
+    static constexpr bool kWords = Simd::has_word_dot && (kDot || std::is_same_v<Math, WordMath>);
     using Q = std::conditional_t<kDot, uint16_t, float>;
 
   public:
@@ -54,7 +53,12 @@ class DecodeTask {
                                 row * a.q_row_stride;
                 Q* to = q_ + (g * shared + h) * q_stride_;
                 if constexpr (kWords)
-                    if (words_) q_scale_[g * shared + h] = products_.take_query(from, q_words_ + (g * shared + h) * d_);
+                    if (words_) {
+                        const WordRoom& room = word_room_;
+                        const int64_t at = g * shared + h;
+                        room.unit[at] = products_.take_query(from, room.query + at * products_.query_bytes(),
+                                                             room.bias + at * products_.scales());
+                    }
                 if constexpr (kDot) std::memcpy(to, from, d_ * sizeof(T));
                 else
                     for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(from + c));
@@ -65,7 +69,7 @@ class DecodeTask {
     static int64_t scratch_size(const Attention& a, int64_t queries) {
         Carver room(nullptr);
         KeyReader<T>(a).carve(room, kDecodeStep);
-        carve_words(room, queries, a.head_dim);
+        WordRoom(room, {a.head_dim}, queries);
         return queries * ((a.head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
                kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + room.used() + 6 * 64;
     }
@@ -123,13 +127,27 @@ class DecodeTask {
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
         rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
         room_ = keys_.carve(c, kDecodeStep);
-        if (words_) std::tie(q_words_, q_scale_, scales_, p_words_) = carve_words(c, groups_ * shared_, d_);
+        if (words_) word_room_ = WordRoom(c, products_, groups_ * shared_);
     }
-    // Queries as words, what these are multiples of, a step's scales, and weights as words.
-    static std::tuple<int16_t*, float*, float*, int16_t*> carve_words(Carver& c, int64_t queries, int64_t d) {
-        return {c.take<int16_t>(queries * d), c.take<float>(queries), c.take<float>(d / kScaled * kWordKeys),
-                c.take<int16_t>(kHeadTile * kWordKeys)};
-    }
+
+    // Of rows of codes where they lie.
+    struct WordRoom {
+        int8_t* query = nullptr;     // queries as bytes
+        int32_t* bias = nullptr;     // of their products with codes plus 128
+        float* unit = nullptr;       // what queries are multiples of
+        float* scales = nullptr;     // of a step's rows
+        int32_t* turned = nullptr;   // a step's keys
+        int16_t* weights = nullptr;  // of a tile's heads, as words
+        float* factor = nullptr;     // what these are multiples of
+
+        WordRoom() = default;
+        WordRoom(Carver& c, const WordProducts<Simd>& of, int64_t queries)
+            : query(c.take<int8_t>(queries * of.query_bytes())), bias(c.take<int32_t>(queries * of.scales())),
+              unit(c.take<float>(queries)), scales(c.take<float>(of.scales() * kWordKeys)),
+              turned(c.take<int32_t>(of.turned_bytes() / 4)),
+              weights(c.take<int16_t>(kHeadTile * of.scales() * kWordKeys)),
+              factor(c.take<float>(kHeadTile * of.scales())) {}
+    };
 
     // Where group `g` reads: rows(), and how much further on in the pools.
     int64_t group_offset(int64_t g) const { return own_rows_ ? 0 : g * a_.page * row_width(a_); }
@@ -162,7 +180,8 @@ class DecodeTask {
     void take_words(bool keys, int64_t g, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         const char* pool = reader(keys).address(group_offset(g));
         const int64_t* at = rows(g, step);
-        products_.find_scales(pool, at, step.count, scales_);
+        products_.find_scales(pool, at, step.count, word_room_.scales);
+        if (keys) products_.turn(pool, at, step.count, word_room_.turned, [&](int rows) { ahead.ask_rows(rows); });
         for (int64_t h = 0; h < shared_; h += kHeadTile) {
             switch (shared_ - h) {
                 case 1: take_word_heads<1>(keys, g, h, pool, at, step.count, ahead); break;
@@ -175,15 +194,17 @@ class DecodeTask {
     template <int HT>
     void take_word_heads(bool keys, int64_t g, int64_t h, const char* pool, const int64_t* at, int count,
                          Ahead<T>& ahead) {
+        const WordRoom& room = word_room_;
         const int64_t row = g * shared_ + h;
         if (keys) {
-            products_.template scores<HT>(q_words_ + row * d_, q_scale_ + row, pool, at, count, scales_, s_, kScores,
-                                          [&] { ahead.ask(4 * Ahead<T>::lines(d_)); });
+            products_.template scores<HT>(room.query + row * products_.query_bytes(), room.unit + row,
+                                          room.bias + row * products_.scales(), room.turned, count, room.scales, s_,
+                                          kScores);
             settle<HT>(g, h, count);
         } else {
-            products_.template values<HT>(p_ + row * kScores, kScores, pool, at, count, scales_, alpha_ + row,
-                                          o_ + (g * stride_ + h) * d_, p_words_,
-                                          [&] { ahead.ask(Ahead<T>::lines(8 * W)); });
+            products_.template take_weights<HT>(p_ + row * kScores, kScores, room.scales, room.weights, room.factor);
+            products_.template values<HT>(room.weights, room.factor, pool, at, count, alpha_ + row,
+                                          o_ + (g * stride_ + h) * d_, [&](int rows) { ahead.ask_rows(rows); });
         }
     }
 
@@ -357,8 +378,7 @@ class DecodeTask {
     const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
     const bool own_rows_, words_;
     const WordProducts<Simd> products_;
-    int16_t *q_words_ = nullptr, *p_words_ = nullptr;
-    float *q_scale_ = nullptr, *scales_ = nullptr;
+    WordRoom word_room_;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;

@@ -59,18 +59,18 @@ void row_shares(const RowShares& s) {
 // Of one row per head: processors with tiles take four times as long for a product of bf16 pairs as for one of fp32.
 // Tiles were tried: over keys in the caches they are faster, but they keep memory less busy.
 void decode(const Attention& a) {
-    if (serves(a)) decode_typed<Fp32Math, uint16_t, TileMath>(a);
-    else if (a.storage == Storage::bf16) decode_typed<Fp32Math, uint16_t>(a);
+    if (serves(a)) decode_typed<WordMath, uint16_t, TileMath>(a);
+    else if (a.storage == Storage::bf16) decode_typed<WordMath, uint16_t>(a);
     else avx512_bf16_kernels.decode(a);
 }
 
 void progressive(const Progressive& p) {
-    if (p.attention.storage == Storage::bf16) progressive_typed<Fp32Math, uint16_t>(p);
+    if (p.attention.storage == Storage::bf16) progressive_typed<WordMath, uint16_t>(p);
     else avx512_bf16_kernels.progressive(p);
 }
 
 void gather(const Gather& g) {
-    if (g.attention.storage == Storage::bf16) gather_typed<Fp32Math, uint16_t>(g);
+    if (g.attention.storage == Storage::bf16) gather_typed<WordMath, uint16_t>(g);
     else avx512_bf16_kernels.gather(g);
 }
 

@@ -133,13 +133,23 @@ struct Simd {
         return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(weights));
     }
 
+    static I flip_bytes(I x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }  // plus 128 each
+
     // --- words: 32 integers of 16 bits, pairs to a lane (word_products.h) ---
 
     static I load_words(const int8_t* p) {
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
     // acc + the sum of two products per lane.
-    static I dot_words(I acc, I a, I b) { return _mm512_dpwssd_epi32(acc, a, b); }
+    static I dot_words(I acc, I a, I b) {
+        asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+        return acc;
+    }
+    // acc + the sum of four products per lane, of bytes without a sign and the same four with one in all lanes.
+    static I dot_four(I acc, I bytes, const int32_t* four) {
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(bytes), "m"(*four));
+        return acc;
+    }
     // Two rows' words as pairs of both rows; order_words brings sums of these to the rows' order.
     static void pair_words(I a, I b, I* out) {
         out[0] = _mm512_unpacklo_epi16(a, b);

@@ -189,4 +189,4 @@ OTHERS = {
         **dict.fromkeys(("order", "counts"), "*i32"), **dict.fromkeys(("estimates", "ordered", "left"), "*fp32"),
     },
 }  # fmt: skip
-ALIGNED = ("q_head", "q_row", "x_row", "weight_row", "other_row")  # strides, multiples of 16
+ALIGNED = ("q_head", "q_row", "q_line", "x_row", "weight_row", "other_row")  # strides, multiples of 16

@@ -19,7 +19,7 @@ from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
-from saccade.eval.board.equal import equal_bytes, equal_recall
+from saccade.eval.board.equal import equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
@@ -179,6 +179,57 @@ def test_equal_bytes_and_equal_recall_lie_between_settings(made):
     (eighty, *_) = equal_recall(rows, "B").values()
     assert {one.entry.name for one in eighty} == {"topk", "quest", "snapkv"}  # cis: no two settings enclose it
     assert all(left.keys <= right.keys for left, right in pairwise(eighty))
+
+
+def test_keys_at_equal_drift_lie_between_settings(made, tmp_path):
+    """In the logarithms of KL and keys; what is lost there with them. Rows around no level are out."""
+
+    def drifting(one: Placed, kl: float, keys: float) -> Placed:
+        file = tmp_path / f"{one.name}-{one.budget}.json"
+        phases = {"decode": {"density": keys, "seconds": 3.0}, "prefill": {"density": 1.0, "seconds": 0.0}}
+        seconds = {"dense_seconds": {"decode": 2.0, "prefill": 0.0}}
+        record = {"policy": one.policy, "kl": [kl / 2, 3 * kl / 2], "agree": [1.0, 0.0], **phases, **seconds}
+        file.write_text(json.dumps(record))
+        return replace(one, drift=file)
+
+    measured = {("quest", 0.1): (0.04, 0.1), ("quest", 0.25): (0.004, 0.25), ("topk", 0.1): (0.015, 0.1)}
+    measured |= {("topk", 0.25): (0.001, 0.25), ("snapkv", 0.1): (0.9, 0.1), ("snapkv", 0.25): (0.5, 0.25)}
+    placed = [
+        drifting(one, *measured[one.name, one.budget]) if (one.name, one.budget) in measured else one for one in made
+    ]
+    rows = fold(placed, [2048])
+    found = equal_drift(rows, "B")
+    assert {x: [one.entry.name for one in ones] for x, ones in found.items()} == {
+        0.005: ["topk", "quest"], 0.01: ["topk", "quest"], 0.02: ["quest"], 0.05: [],
+    }  # fmt: skip
+    (quest,) = found[0.02]
+    place = log(0.02 / 0.004) / log(0.04 / 0.004)
+    assert quest.keys == pytest.approx(exp(place * log(0.1) + (1 - place) * log(0.25)))
+    assert quest.loss.mean == pytest.approx(-place / 8)
+    row = next(one for one in rows if (one.entry.name, one.budget) == ("quest", 0.1))
+    assert (row.kl.mean, row.agree, row.time) == (pytest.approx(0.04), 0.5, 1.5)
+    page, plain, markdown = (file.read_text() for file in write_board(placed, GRID, tmp_path / "out"))
+    assert page.count("<figure>") == 4  # drift beside keys, bytes and recall
+    assert "| KL, nats [95 %] | tokens that agree | time, of dense's |" in markdown
+    assert {one["method"] for one in json.loads(plain)["equal"]["drift"]} == {"topk", "quest"}
+
+
+def test_families_of_tasks_have_columns_and_low_tasks_are_left_out(tmp_path):
+    """Tasks that dense attention does to less than half count nowhere, and are named."""
+    placed = []
+    for name, budget, facts, long, low in (("dense", None, 1, 1, 0), ("quest", 0.1, 1, 0, 1), ("topk", 0.1, 0, 1, 1)):
+        folder = tmp_path / name
+        settings = config(f"{name}(at={budget})" if budget else name, "B")
+        scores = [("natural:facts", facts), ("long:sorting", long), ("long:copying", low)]
+        write(folder, settings, [row(task, at, score, 100, protocol="B") for task, score in scores for at in range(4)])
+        placed.append(Placed(name, "B", 2048, budget, settings["policy"], folder))
+    rows = {one.entry.name: one for one in fold(placed, [2048])}
+    lost = {name: {kind: loss.mean for kind, loss in one.families.items()} for name, one in rows.items()}
+    assert lost == {"quest": {"facts": 0.0, "long": -1.0}, "topk": {"facts": -1.0, "long": 0.0}}
+    assert [one.loss.n for one in rows.values()] == [8, 8]
+    markdown = write_board(placed, grids.Grid((0.1,), (2048,), ("B",)), tmp_path / "out")[2].read_text()
+    assert "| method | points lost [95 %] | facts | long | keys read |" in markdown
+    assert "Left out, as dense attention does less than half of them: long:copying (0)." in markdown
 
 
 def test_the_page_holds_every_row_in_order_and_nothing_from_outside(made, tmp_path):
@@ -373,6 +424,16 @@ def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, t
     drifts = {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")}
     assert not list(out.glob("results/*/predictions.jsonl"))
     assert len(drifts) >= 4
+    alone = json.loads((out / "board.json").read_text())
+    assert [(one["budget"], one["matched"], one["kl"] is not None) for one in alone["rows"]] == [
+        (0.3, True, True), (0.3, True, True), (0.5, True, True), (0.5, True, True),
+    ]  # fmt: skip
+    for left, right in pairwise(alone["rows"]):
+        assert left["budget"] < right["budget"] or left["kl"][0] <= right["kl"][0]
+    page = (out / "board.html").read_text()
+    assert "no samples were answered" in page
+    assert "KL, nats" in page
+    assert page.count("<figure>") == 1
     assert run(*command) == 0
     assert {file.name: file.read_bytes() for file in out.glob("results/drift/640-12/*.json")} == drifts
     data = json.loads((out / "board.json").read_text())

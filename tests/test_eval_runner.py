@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,17 @@ def test_samples_that_share_steps_give_the_same_file(tmp_path, tiny_llama, data)
     for words, said in (({"together": 0}, "together=0 must be"), ({"together": 2, "workers": 2}, "one way, not both")):
         with pytest.raises(RequestError, match=said):
             predict(data, llm, model, setting("dense"), tmp_path, **words)
+
+
+def test_keys_and_values_of_another_format_have_a_folder_of_their_own(tmp_path, llm, data):
+    """The config did not say how they are stored: answers under int8 were those of the folder that was there."""
+    plain = predict(data, llm, MODEL, setting(), tmp_path, limit=1)
+    for options, name in (({"kv_dtype": "int8"}, "int8"), ({"kv_dtype": "int8", "kv_rotate": False}, "int8__as-is")):
+        model = replace(MODEL, **options)
+        folder = predict(data, llm, model, setting(), tmp_path, limit=1)
+        assert folder.name == f"{plain.name}__{name}"
+        assert options.items() <= json.loads((folder / "config.json").read_text())["model"].items()
+    assert "kv_dtype" not in json.loads((plain / "config.json").read_text())["model"]
 
 
 def test_a_folder_of_another_setting_is_an_error_that_names_the_difference(tmp_path, llm, data):

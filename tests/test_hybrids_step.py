@@ -53,7 +53,7 @@ def test_a_crowd_that_comes_and_goes(pair):
 
 
 def test_turns_edits_and_samples(pair):
-    llm = pair.llm(enable_prefix_caching=True)
+    llm = pair.llm(exact=False, enable_prefix_caching=True)
     first, second = random_ids(50, seed=1), random_ids(20, seed=2)
     with llm.session() as session:
         said = first + tokens(session.generate(first, GREEDY))
@@ -89,12 +89,38 @@ def test_it_is_what_layer_by_layer_is(pair, policy, dtype):
             assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=close)
 
 
+@pytest.mark.parametrize("family", WIDE)
+def test_exact_engines_give_the_same_bits(family, tmp_path):
+    """Whichever way a token goes: beside others' prompts, or verified as a draft."""
+    pair = Pair(make_checkpoint(family, tmp_path / "model", **WIDE[family]))
+    ids = random_ids(61, seed=1)
+    with pair.llm(exact=True) as llm, pair.llm(exact=True) as other:
+        output = llm.generate(ids, GREEDY)[0]
+        assert paths_of(output) == {"step" if family == "lfm2" else "layer"}
+        with by_layer():
+            apart = other.generate(ids, GREEDY)[0]
+        drafted = llm.generate(ids, GREEDY, policy="lossless(draft=quest(budget=32, block_size=16), tokens=3)")[0]
+        assert drafted.report["speculation"]["drafted"] > 0
+        for one in (apart, drafted):
+            assert one.error is None, one.error
+            assert one.outputs[0].logprobs == output.outputs[0].logprobs
+
+
+def test_drafts_beside_steps_in_one_call(pair):
+    llm = pair.llm(exact=False)
+    prompts = [random_ids(length, seed=length) for length in (61, 40)]
+    policies = ["lossless(draft=quest(budget=32, block_size=16), tokens=3)", "dense"]
+    for ids, output in zip(prompts, llm.generate(prompts, GREEDY, policy=policies)):
+        pair.check(ids, output)
+    assert llm.pool.states.pinned == 0
+
+
 @pytest.mark.parametrize("isa", cpu.supported_isas() if cpu.available() else [])
 def test_every_instruction_set(pair, isa):
     cpu.set_isa(isa)
     try:
         ids = random_ids(40, seed=4)
-        output = pair.llm().generate(ids, GREEDY)[0]
+        output = pair.llm(exact=False).generate(ids, GREEDY)[0]
         pair.check(ids, output)
         assert "step" in paths_of(output)
     finally:

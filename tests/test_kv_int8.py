@@ -332,10 +332,36 @@ def test_saved_sessions_hold_the_bytes_or_are_computed_again(model, tmp_path):
             answers["restored"] = tokens(again)
             assert "computed again" not in str(again.report["notes"])
             assert len(other.token_ids) == len(ids) + len(tokens(first)) + 20 + 10
-    with LLM(model, **OPTIONS, kv_dtype="auto") as llm, llm.restore(tmp_path / "one") as other:
-        computed = other.generate(ids[:20], GREEDY)
-        assert "k_rows='int8', but this storage has 'auto'" in str(computed.report["notes"])
     assert answers["restored"] == answers["going on"]
+
+
+@pytest.mark.parametrize(("saved", "opened"), [("auto", "int8"), ("int8", "auto"), ("bf16", "int8")])
+def test_sessions_of_another_format_are_computed_again_by_name(model, tmp_path, saved, opened):
+    """Their report and their note name both formats, and what is said then is what the other format says; they are
+    not read as bytes of it."""
+    ids, more = random_ids(150, seed=9), random_ids(20, seed=10)
+    with LLM(model, **OPTIONS, kv_dtype=saved) as llm, llm.session() as session:
+        session.generate(ids, GREEDY)
+        session.save(tmp_path / "one")
+        known = list(session.token_ids)
+    with LLM(model, **OPTIONS, kv_dtype=opened) as llm:
+        (want,) = llm.generate([known + more], GREEDY)
+        with llm.restore(tmp_path / "one") as other:
+            assert f"k_rows='{saved}', but this storage has '{opened}'" in other.note
+            got = other.generate(more, GREEDY)
+            assert f"k_rows='{saved}', but this storage has '{opened}'" in str(got.report["notes"])
+            assert got.report["cached_tokens"] == 0
+            assert tokens(got) == tokens(want)
+
+
+def test_a_store_counts_the_tokens_of_another_format_as_computed_again(model, tmp_path):
+    ids = random_ids(150, seed=9)
+    with LLM(model, **OPTIONS, session_dir=str(tmp_path)) as llm, llm.session(name="one") as session:
+        session.generate(ids, GREEDY)
+    with LLM(model, **OPTIONS, session_dir=str(tmp_path), kv_dtype="int8") as llm, llm.session(name="one") as session:
+        output = session.generate(ids[:20], GREEDY)
+        assert "computed again" in str(output.report["notes"])
+        assert llm.sessions.counts["tokens_recomputed"] >= len(ids)
 
 
 def test_what_it_refuses(model):

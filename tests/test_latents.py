@@ -21,6 +21,7 @@ from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv.paged import Paged
 from saccade.kv.row_formats import INT8
 from saccade.methods.policy import Policy
+from saccade.models import load_model
 from saccade.models.facts import described
 from saccade.models.latent import LatentAttention
 from saccade.ops import Call, cpu, run
@@ -179,6 +180,33 @@ def test_every_method_by_kernels_as_by_the_reference(engines, policy):
         assert one.report[phase]["keys_attended"] == pytest.approx(other.report[phase]["keys_attended"], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        f"{SPARSE}+snapkv(capacity=70, unit=q_head)",
+        f"{SPARSE}+lfps(k=8, blocks=2, least=8, history=keep)",
+        "loopserve(alpha=0.5, samples=16, last_rows=8, budget=32, n_d=2, first=2, answer_rows=4)",
+        "infllm(sinks=16, window=32, budget=32, block_size=32)+h2o(budget=24)",
+        "xattention(threshold=0.5, block_size=32, stride=4)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+    ],
+)
+def test_talks_go_on_as_the_reference_does(engines, policy):
+    """Turns after turns, an edit, and heads one at a time: what was evicted or learnt is of latents, what a prefill
+    chooses of heads."""
+    said: list[list[int]] = []
+    for llm in engines:
+        with llm.session(policy=policy) as session:
+            for turn, length in enumerate((90, 70, 130)):
+                output = session.generate(random_ids(length, seed=turn), GREEDY)
+                assert output.error is None, output.error
+            edited = session.token_ids[:150] + random_ids(80, seed=9)
+            if "keep" not in policy and "snapkv" not in policy and "h2o" not in policy:
+                output = session.complete(edited, GREEDY)
+                assert output.error is None, output.error
+            said.append(session.token_ids)
+    assert said[0] == said[1]
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("both"), max_position_embeddings=512)
@@ -278,6 +306,17 @@ def test_kimi_is_read_as_the_family_that_it_is(tmp_path):
         pair.check(ids, llm.generate(ids, GREEDY)[0])
 
 
+def test_quantised_matrices_make_the_keys_that_their_codes_stand_for(tmp_path):
+    wide = {"hidden_size": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    folder = make_checkpoint("deepseek_v3", tmp_path / "wide", **wide, q_lora_rank=None)
+    made = [load_model(folder, dtype="float32", quantize=one) for one in (None, "int8")]
+    plain, rounded = (one.runner.modules.layers[1].self_attn for one in made)
+    assert type(rounded.kv_b_proj).__name__ == "MatrixProduct"
+    for exact, own in zip(plain.forward.weights, rounded.forward.weights):
+        off = (exact - own).abs().amax()
+        assert 0 < off < 0.01 * exact.abs().amax()
+
+
 def test_audits_and_what_is_refused(pair):
     ids = random_ids(120, seed=9)
     with pair.llm() as llm:
@@ -296,7 +335,7 @@ def test_audits_and_what_is_refused(pair):
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [32, 47, 128])
+@pytest.mark.parametrize("heads", [20, 48, 77, 128])
 def test_kernels_with_heads_as_lanes(heads, dtype):
     """Rows of many heads over one list of keys: everything, both ends, and blocks, ragged, beside float64."""
     rng = torch.Generator().manual_seed(heads)

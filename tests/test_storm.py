@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 from fuzz.run import fuzz
 from storm.run import storm
+from storm.sessions import FAMILY, rounds
+
+from saccade.kv import sequence_states
 
 
 @pytest.mark.slow
@@ -14,6 +17,18 @@ def test_requests_that_others_failures_do_not_touch():
     assert done["outcomes"]["answered"] > 40
     assert done["outcomes"]["failed"] > 5
     assert len(done["planted"]) >= 4, done
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_storms_over_layers_that_keep_a_state(monkeypatch):
+    done = storm(100, seed=3, rate=2, each=1, family="qwen3_5_text")
+    assert done["outcomes"]["answered"] > 30
+    assert done["planted"]["states"] > 0
+    monkeypatch.setenv(FAMILY, "qwen3_5_text")
+    monkeypatch.setattr(sequence_states, "EVERY", sequence_states.EVERY)  # which the storm sets
+    seen = rounds(60, seed=1)
+    assert seen["older snapshots"] > 0
 
 
 @pytest.mark.slow

@@ -88,6 +88,18 @@ def test_the_model_is_the_exported_one(tmp_path: Path, hybrid: bool) -> None:
     assert (best == logits.argmax(-1)).float().mean() > 0.9
 
 
+def test_a_paced_run_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = reference.Run.__new__(reference.Run)
+    run.options = argparse.Namespace(paced=True, minutes=2.0, decay=0.25)
+    run.peak, run.step = 2.0, 10_000
+    said = []
+    for seconds in (0, 30, 60, 89, 105, 120, 130):
+        monkeypatch.setattr(run, "clock", lambda seconds=seconds: float(seconds))
+        said.append((reference.CURRICULUM.index(run._stage(run.step)), run.rate()))
+    assert [stage for stage, _ in said] == [0, 1, 2, 3, 4, 4, 4]
+    assert [rate for _, rate in said] == pytest.approx([2.0, 2.0, 2.0, 2.0, 1.0, 0.0, 0.0])
+
+
 @pytest.mark.slow
 def test_a_run_that_stopped_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = (

@@ -10,12 +10,24 @@ from keeping_helpers import convolution, delta_inputs, delta_rule, others_untouc
 from keeping_helpers import state_space as reference
 
 from saccade.ops.slots import NewRows
-from saccade.ops.triton import state_space
+from saccade.ops.triton import delta_chunks, state_space
 from saccade.ops.triton.causal_conv import convolve
 from saccade.ops.triton.delta_chunks import prompt
 from saccade.ops.triton.delta_rule import step
 
 NEAR = {"atol": 2e-5, "rtol": 2e-5}
+
+
+def test_prompts_whose_heads_are_too_wide_for_chunks_go_by_steps(monkeypatch):
+    monkeypatch.setattr(delta_chunks, "MOST_BYTES", 32)
+    inputs = delta_inputs(2, 3, 1, 2, 16, 24)
+    slots = slots_of((2, 16, 24), 2, apart=True)
+    before = slots.pool.clone()
+    out = prompt(*inputs, slots, True)
+    expected, after = delta_rule(*inputs, before[slots.reads], True)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(slots.pool[slots.writes].double(), after, atol=1e-5, rtol=1e-5)
+    others_untouched(before, slots)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 37, 64])

@@ -16,6 +16,7 @@ from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.eval.tune.page import table
 from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
+from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models import tuned as files
 from saccade.models.tuned import Times
@@ -173,3 +174,11 @@ def test_another_model_another_machine(tiny_llama, odd_llama, monkeypatch):
         assert files.find_tuned(llm.model, {**place, "machine": "another"}) is None
     with LLM(odd_llama, dtype="float32") as other:
         assert files.find_tuned(other.model, files.place_of(other.model, None, "auto")) is None
+
+
+def test_ladders_begin_with_what_is_safe_for_any_model():
+    """So that a tuned model never gets less than an untuned one for want of a rung."""
+    safe = Policy.parse(SAFE)
+    for phase in ("prefill", "decode"):
+        first = [ladder.rungs[0] for ladder in LADDERS if ladder.phase == phase]
+        assert getattr(safe, phase).text in first

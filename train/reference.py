@@ -131,7 +131,6 @@ class Run:
         self.began = time.monotonic()
         self.steps = [round(stage.tokens * options.scale * 1e6 / options.batch) for stage in CURRICULUM]
         self.total = sum(self.steps)
-        self.ends = np.cumsum([stage.tokens for stage in CURRICULUM]) / sum(stage.tokens for stage in CURRICULUM)
         self.out = Path(options.out)
         self.out.mkdir(parents=True, exist_ok=True)
         if (self.out / "state.pt").exists():
@@ -269,7 +268,8 @@ class Run:
 
     def _stage(self, step: int) -> Stage:
         if self.options.paced:
-            index = int(np.searchsorted(self.ends, self.progress(step), side="right"))
+            ends = np.cumsum([stage.tokens for stage in CURRICULUM])
+            index = int(np.searchsorted(ends, self.progress(step) * ends[-1], side="right"))
         else:
             index = int(np.searchsorted(np.cumsum(self.steps), step, side="right"))
         return CURRICULUM[min(index, len(CURRICULUM) - 1)]

@@ -85,7 +85,6 @@ def board(
     from saccade.errors import RequestError
     from saccade.eval.board import grid as grids
     from saccade.eval.board import kept, play
-    from saccade.eval.board.drifts import FOLDER
     from saccade.eval.board.page import write_board
     from saccade.eval.runner import default_tasks
     from saccade.eval.setting import load
@@ -122,9 +121,6 @@ def board(
     missing = sum(play.wanted(job) for job in todo) - len(placed)
     command = shlex.join(["saccade", *_shown(sys.argv[1:])])
     kept.keep(out, placed, todo, grid, command)
-    if not answers:
-        print(out / kept.RESULTS / FOLDER)
-        return
     for file in write_board(placed, grid, out, command, missing):
         print(file)
 

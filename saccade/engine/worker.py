@@ -73,7 +73,7 @@ class Worker:
     ) -> None:
         self.runner = runner
         self.setting = setting
-        self.exact = exact
+        self.exact = runner.exact = exact
         self.memories = Memories() if memories is None else memories
         self._alone = Alone()
         self._suspended: dict[int, SuspendedPass] = {}  # by request

@@ -105,17 +105,26 @@ def described_model(llm: LLM, model: EngineConfig) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         **({} if model.quantize is None else {"quantize": model.quantize}),
         **({} if model.lora is None else {"lora": str(model.lora)}),
+        **{key: value for key, value in stored_as(model).items() if value is not None},
         "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
         "max_model_len": llm.max_model_len,
         "shape": {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim},
     }
 
 
+def stored_as(model: EngineConfig) -> dict[str, Any]:
+    """What was asked of how keys and values are stored, by option; None where nothing was."""
+    return {"kv_dtype": None if model.kv_dtype == "auto" else model.kv_dtype, "kv_rotate": model.kv_rotate}
+
+
 def folder_name(config: dict[str, Any]) -> str:
     """Readable, and the same for the same setting; config.json decides."""
     model, data = config["model"], config["data"]
     parts = [Path(model["name"]).name, config["policy"], config["protocol"], data["name"] or Path(data["path"]).stem]
-    return "__".join(slug(part) for part in [*parts, *(["gold"] if config["history"] == "gold" else [])])
+    parts += ["gold"] if config["history"] == "gold" else []
+    parts += [model["kv_dtype"]] if "kv_dtype" in model else []
+    parts += ["rotated" if model["kv_rotate"] else "as-is"] if "kv_rotate" in model else []
+    return "__".join(map(slug, parts))
 
 
 def take(data: Path, limit: int | None) -> Iterator[Sample]:

@@ -157,6 +157,13 @@ class StepLayer:
             delta = getattr(layer, "linear_attn", None)
             self.state = _Convolution(_part(layer, "conv"), dtype) if delta is None else _Delta(delta, dtype)
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether its calls give what its modules give to the last bit: exponentials are torch's own there."""
+        if self.attention is not None:
+            return self.attention.width == self.attention.dim
+        return isinstance(self.state, _Convolution)
+
     def close(self, ops: OpList, hidden: Tensor, delta: Tensor) -> None:
         """What follows the layer's mixer, which gave ``delta``."""
         ops.mix(ADD, hidden, delta, hidden)

@@ -53,6 +53,7 @@ class KeptStep:
 
     def __init__(self, layers: list[StepLayer], channels: int, dtype: torch.dtype) -> None:
         self.layers, self.channels, self.dtype = layers, channels, dtype
+        self.same_bits = all(one.same_bits for one in layers)
         self.pools: Pools = {}
         self._slots: Sequence[int] = ()
         self._programs: dict[tuple[int, int], _Program] = {}
@@ -62,7 +63,13 @@ class KeptStep:
 
     def serves(self, rows: int, states: StateRows | None) -> bool:
         """Whether it takes a pass of ``rows`` rows, each of a sequence of its own."""
-        if states is None or states.inner or len(states.slots) != rows or not 0 < rows <= MOST_ROWS[self.dtype]:
+        if (
+            states is None
+            or states.inner
+            or states.journals
+            or len(states.slots) != rows
+            or not 0 < rows <= MOST_ROWS[self.dtype]
+        ):
             return False
         return all(part.is_contiguous() for part in states.parts.values())
 

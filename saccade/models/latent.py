@@ -30,7 +30,7 @@ class LatentAttention:
         self.module = module
         self.rank: int = module.kv_lora_rank
         self._rotate = _rotation(module)
-        self._weights: Weights | None = None
+        self._weights: tuple[int, Weights] | None = None  # with where they were made from
         # A row meets so many more channels of a latent than of a key and a value; a token is made these of once.
         more = 2 * (self.rank + module.qk_rope_head_dim) - module.qk_head_dim - module.v_head_dim
         made = self.rank * (module.qk_nope_head_dim + module.v_head_dim)
@@ -39,19 +39,23 @@ class LatentAttention:
     @property
     def weights(self) -> Weights:
         """Of what makes keys and values of latents: parts of the module's own matrix, or of its numbers where it is
-        quantised."""
+        quantised; on a CPU, whose products of strided matrices take eight times as long, copies."""
         product = self.module.kv_b_proj
-        plain = isinstance(product, nn.Linear)
-        if self._weights is None or (plain and self._weights[0].data_ptr() != product.weight.data_ptr()):
-            if plain:
+        source = product.weight.data_ptr()
+        if self._weights is None or self._weights[0] != source:
+            if isinstance(product, nn.Linear):
                 whole = product.weight
             else:
                 like = self.module.kv_a_layernorm.weight
                 whole = product(torch.eye(self.rank, dtype=like.dtype, device=like.device)).T.contiguous()
-            parts = whole.detach().unflatten(0, (self.module.num_heads, -1))
-            nope = self.module.qk_nope_head_dim
-            self._weights = parts[:, :nope], parts[:, nope:]
-        return self._weights
+            both = (
+                whole.detach()
+                .unflatten(0, (self.module.num_heads, -1))
+                .split([self.module.qk_nope_head_dim, self.module.v_head_dim], 1)
+            )
+            keys, values = (part.contiguous() if part.is_cpu else part for part in both)
+            self._weights = source, (keys, values)
+        return self._weights[1]
 
     def __call__(
         self,

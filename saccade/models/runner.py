@@ -69,6 +69,7 @@ class HFRunner:
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
         self.turns: list[KeyTurn] | None = None
+        self.exact = False  # whether rows give the same bits whichever way they go
         if self.keeping is not None and fused_modules.serves(self.device):
             fused_modules.fuse(model)
 
@@ -182,7 +183,7 @@ class HFRunner:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
         elif whole is not None and ahead is None and inputs is None and self.turns is None and states is not None:
             kept = self._kept_step
-            if kept is not None and kept.serves(len(positions), states):
+            if kept is not None and kept.serves(len(positions), states) and (kept.same_bits or not self.exact):
                 done = whole.run_layers(kept.given(states), hidden, rotary.layers, kept.attention)
         given = ctx if self.turns is None else TurnedContext(ctx)  # of modules
         pieces = None if self.keeping is None else self.keeping.pieces(states, segments, device)

@@ -11,17 +11,17 @@ from saccade import LLM, SamplingParams
 
 FAMILIES = (
     "lfm2", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "granitemoehybrid", "falcon_h1",
-    "nemotron_h",
+    "nemotron_h", "bamba",
 )  # fmt: skip
 
-WIDE = ("lfm2", "olmo_hybrid", "granitemoehybrid")  # whose heads are as wide as their number says
+WIDE = ("lfm2", "olmo_hybrid", "granitemoehybrid", "bamba")  # whose heads are as wide as their number says
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def engines(request, tmp_path_factory):
     """A CPU and a GPU engine of one checkpoint, whose heads are wide enough for the kernels."""
     sizes = {"hidden_size": 128} if request.param in WIDE else {"head_dim": 32}
-    if request.param == "granitemoehybrid":
+    if request.param in ("granitemoehybrid", "bamba"):
         sizes["mamba_n_heads"] = 8
     folder = make_checkpoint(
         request.param, tmp_path_factory.mktemp(request.param), **sizes, max_position_embeddings=2048
@@ -48,7 +48,9 @@ def test_turns_and_edits_equal_those_of_the_cpu(engines, policy):
         assert all(one.error is None for one in answers)
         said.append([tokens(one) for one in answers])
     assert said[0] == said[1]
-    assert {one["path"] for one in answers[0].report["decode"]["paths"]} <= {"recorded"}
+    experts = engines[1].model.spec.family in ("qwen3_next", "qwen3_5_moe_text", "nemotron_h")  # may ask the host
+    paths = {one["path"] for one in answers[0].report["decode"]["paths"]}
+    assert paths <= ({"recorded", "eager"} if experts else {"recorded"})
     assert engines[1].pool.states.pinned == 0
 
 

@@ -87,6 +87,15 @@ def test_rows_in_other_memory(heads):
 
 
 @pytest.mark.parametrize("heads", [16, 128])
+def test_queries_that_lie_anywhere(heads):
+    rows = Latents([97, 333], DEEPSEEK, heads, torch.bfloat16, device="cuda", page=32)
+    room = torch.empty(rows.q.numel() + 1, dtype=torch.bfloat16, device="cuda")
+    room[1:] = rows.q.flatten()
+    rows.q = room[1:].view(rows.q.shape)
+    agrees(rows)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
 def test_calls_in_a_graph_wait_for_each_other(heads):
     """Queries of a call come of the call before."""
     rows = Latents([4001, 300], DEEPSEEK, heads, torch.bfloat16, device="cuda", page=32)

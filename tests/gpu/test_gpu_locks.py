@@ -14,7 +14,7 @@ from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.locks import Locks, combined, page_weights
-from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.low_rank import record_pages, score_records
 
 

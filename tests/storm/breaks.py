@@ -39,6 +39,7 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
 from saccade.engine.request import Request
 from saccade.kv.format import KVFormat
+from saccade.kv.row_formats import format_called
 from saccade.kv.states import StatePool
 from saccade.methods.policy import Policy
 from saccade.models.families import FAMILIES
@@ -102,11 +103,11 @@ class Script:
 class Bench:
     """An engine with a small pool, whose sessions follow scripts."""
 
-    def __init__(self, folder: Path, states: int = 0, **options: Any) -> None:
+    def __init__(self, folder: Path, states: int = 0, kv_dtype: str = "auto", **options: Any) -> None:
         """``states``: bytes of one, of a model whose layers keep some."""
-        options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
-        block, layers = KVFormat(torch.float32, 2, 16, SIZE).block_bytes, 1 if states else LAYERS
-        room = ROOM * layers * block + STATES * states
+        options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1, "kv_dtype": kv_dtype}
+        rows, layers = format_called(kv_dtype, torch.float32, "cpu"), 1 if states else LAYERS
+        room = ROOM * layers * KVFormat(torch.float32, 2, 16, SIZE, rows, rows).block_bytes + STATES * states
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             patch.setattr("saccade.pools.StatePool", lambda format, slots, device: StatePool(format, STATES, device))
             warnings.simplefilter("ignore", UserWarning)  # max_requests is lowered
@@ -276,7 +277,12 @@ class Case:
 
 
 def breaks(
-    count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3, family: str = "llama"
+    count: int,
+    seed: int = 0,
+    policies: tuple[str, ...] = POLICIES,
+    each: int = 3,
+    family: str = "llama",
+    kv_dtype: str = "auto",
 ) -> tuple[Counter[str], list[str]]:
     """Run ``count`` cases over ``each`` scripts of every policy that a model of ``family`` runs: what became of turns,
     and what was wrong."""
@@ -291,7 +297,7 @@ def breaks(
                 states = probe.pool.states.format.nbytes
                 policies = tuple(one for one in policies if runs(probe, one))
         checkpoint = make_checkpoint(family, Path(folder) / "model", **sizes)
-        benches = [Bench(checkpoint, states), Bench(checkpoint, states, enable_prefix_caching=True)]
+        benches = [Bench(checkpoint, states, kv_dtype, enable_prefix_caching=cached) for cached in (False, True)]
         scripts = [benches[0].script(policy, seed + number) for policy in policies for number in range(each)]
         for number in range(count):
             rng = random.Random(f"{seed} {number}")
@@ -308,10 +314,11 @@ def main() -> None:
     parser.add_argument("cases", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", default="llama", help="of tests/tiny_models.py")
+    parser.add_argument("--kv-dtype", default="auto", help="of all engines: auto, bf16 or int8")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    counts, wrong = breaks(chosen.cases, chosen.seed, family=chosen.family)
+    counts, wrong = breaks(chosen.cases, chosen.seed, family=chosen.family, kv_dtype=chosen.kv_dtype)
     print(f"{chosen.cases} cases in {time.perf_counter() - began:.0f} s, seed {chosen.seed}: {dict(counts)}")
     sys.exit("\n".join([f"{len(wrong)} wrong", *wrong[:20]]) if wrong else None)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from saccade.eval.board.drifts import load_drift
 from saccade.eval.board.play import Placed
 from saccade.eval.board.rows import low_tasks
 from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
@@ -14,7 +15,10 @@ from saccade.eval.summary import Run
 
 
 def about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any]:
-    """Plain data for the page: ``lines`` to print, and what they are made of. ``placed`` has at least one folder."""
+    """Plain data for the page: ``lines`` to print, and what they are made of. ``placed`` has at least one folder, or
+    drift."""
+    if all(one.folder is None for one in placed):
+        return _drift_alone(placed, command, missing)
     runs = {one.folder: Run.load(one.folder) for one in placed if one.folder is not None}
     config = next(iter(runs.values())).config
     tasks = next(iter(runs.values())).tasks
@@ -53,6 +57,23 @@ def about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any
         "runs": {said: dict(sorted(counts.items())) for said, counts in made.items()},
         "weights": model["weights_sha256"],
         "dtype": model["dtype"],
+    }
+
+
+def _drift_alone(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any]:
+    """Of a board on which no sample was answered."""
+    drifts = [drift for one in placed if one.drift is not None and (drift := load_drift(one.drift)) is not None]
+    made = Counter(f"{one.record['dtype']} on {one.record['device']}" for one in drifts)
+    first = drifts[0].record
+    tokens = sorted({one.record["tokens"] for one in drifts})
+    lines = [
+        f"Drift alone, no samples were answered: weights {first['weights'][:12]}, "
+        f"{' to '.join(map(str, tokens[:: max(1, len(tokens) - 1)]))} forced tokens; {', '.join(made)}."
+    ]
+    lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
+    return {
+        **{"lines": lines, "command": command, "tasks": [], "config": {}, "runs": dict(made)},
+        **{"weights": first["weights"], "dtype": first["dtype"]},
     }
 
 

@@ -58,7 +58,7 @@ def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = 
     """Write board.html, board.json and board.md to ``out`` and return their paths. Without matplotlib the page has its
     tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, where dense
     attention scores below half of what is possible, or if ``out`` cannot be written."""
-    if all(one.folder is None for one in placed):
+    if all(one.folder is None and one.drift is None for one in placed):
         raise RequestError("nothing of the board is finished yet; the same command goes on where it stopped")
     refuse_weak(placed)
     lengths = sorted({one.length for one in placed})

@@ -121,18 +121,19 @@ class Row:
     @property
     def matched(self) -> bool:
         """Whether it was run at every length and reads what the budget says at each, where its dial was turned."""
-        turned = [
-            self.drifts[length].keys(self.entry.phase) if length in self.drifts else part.keys
-            for length, part in self.parts.items()
-        ]
+        turned = {length: drift.keys(self.entry.phase) for length, drift in self.drifts.items()}
+        turned = {length: part.keys for length, part in self.parts.items()} | turned
         return self.complete and all(
-            keys is not None and self.budget is not None and distance(keys, self.budget) <= MATCHED for keys in turned
+            keys is not None and self.budget is not None and distance(keys, self.budget) <= MATCHED
+            for keys in turned.values()
         )
 
     @property
     def place(self) -> tuple[float, float]:
-        """Where it stands: least lost first, then fewest keys read."""
-        return (-self.loss.mean if self.loss else 2.0, self.keys or 2.0)
+        """Where it stands: least lost first, then fewest keys read; behind them by drift, where no samples were
+        answered."""
+        unknown = 2.0 if self.kl is None else 1.0 + self.kl.mean / (1.0 + self.kl.mean)
+        return (-self.loss.mean if self.loss else unknown, self.keys or 2.0)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -182,13 +183,15 @@ def fold(placed: Sequence[Placed], lengths: Sequence[int]) -> list[Row]:
         if one.name != "dense":
             found.setdefault((one.name, one.protocol, one.budget), []).append(one)
     rows = []
+    answered = any(one.folder is not None for one in placed)
     for (name, protocol, budget), ones in found.items():
         entry, ones = BY_NAME[name], sorted(ones, key=lambda one: one.length)
         parts = {one.length: _part(one, entry, groups[one.length]) for one in ones if one.folder is not None}
         errors = tuple(dict.fromkeys(one.error for one in ones if one.error))
         drifts = {one.length: load_drift(one.drift) for one in ones if one.drift is not None}
         known = {length: drift for length, drift in drifts.items() if drift is not None}
-        rows.append(Row(entry, protocol, budget, parts, set(parts) == set(lengths), errors, known))
+        complete = set(parts if answered else known) == set(lengths)
+        rows.append(Row(entry, protocol, budget, parts, complete, errors, known))
     return sorted(rows, key=lambda row: (row.protocol, row.budget or 0.0, not row.matched, row.place))
 
 

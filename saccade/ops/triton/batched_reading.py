@@ -30,8 +30,10 @@ GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to r
 def why_not(reading: Reading, spec: PlanSpec) -> str | None:
     """What no kernel serves of ``reading`` on such a model; None where kernels serve all of it."""
     choice = reading.choice
-    if spec.value_dim is not None and (reading.kernels == OWN or (choice is not None and choice.rule is not None)):
-        return "its kernels read keys and values, not latents"
+    if spec.value_dim is not None:
+        plain = choice is not None and choice.rule is None and choice.source.summary in SUMMARIES
+        if reading.kernels == OWN or not (choice is None or plain):
+            return "its kernels read keys and values, not latents"
     return reading.why_not(spec) if choice is None else reading.why_not(spec) or _unread(choice, spec.kv_heads)
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from saccade.ops.slots import Slots
 from saccade.ops.triton.common import pad, precision
-from saccade.ops.triton.delta_rule import NORM
+from saccade.ops.triton.delta_rule import NORM, step
 
 CHUNK = 64  # tokens
 BLOCK = 16  # rows of a chunk whose system is solved row by row
 WIDTH = 32  # channels of a value head that a program takes through the chunks
 SYSTEM_WARPS, SCAN_WARPS, SCAN_STAGES = 4, 4, 2
+MOST_BYTES = 512  # of a key head's row: two stages of chunks of wider ones exceed a multiprocessor's shared memory
 
 
 def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slots, normed: bool) -> Tensor:
@@ -32,6 +33,8 @@ def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slot
     """
     sequences, tokens, key_heads, d_k = k.shape
     heads, d_v = v.shape[-2:]
+    if pad(d_k) * q.element_size() > MOST_BYTES:
+        return _by_steps(q, k, v, g, beta, slots, normed)
     q, k, v = (one if one.stride(-1) == 1 else one.contiguous() for one in (q, k, v))
     chunks, device = triton.cdiv(tokens, CHUNK), q.device
     solved, weights = torch.empty(2, sequences, chunks, heads, CHUNK, CHUNK, dtype=q.dtype, device=device)
@@ -53,6 +56,15 @@ def prompt(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slot
         STAGES=SCAN_STAGES, num_warps=SCAN_WARPS,
     )  # fmt: skip
     return out
+
+
+def _by_steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Slots, normed: bool) -> Tensor:
+    outs = []
+    for at in range(q.shape[1]):
+        own = slice(at, at + 1)
+        outs.append(step(q[:, own], k[:, own], v[:, own], g[:, own], beta[:, own], slots, normed))
+        slots = Slots(slots.pool, slots.writes, slots.writes)  # where the next token finds what this one left
+    return torch.cat(outs, 1)
 
 
 @triton.jit(do_not_specialize=["tokens"])

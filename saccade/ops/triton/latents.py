@@ -101,6 +101,8 @@ def attend_latents(
     none = pages.lengths  # unused pointers must still be pointers
     starts = None if lists is None or lists.starts is None else lists.starts.contiguous()
     counts = None if lists is None or lists.counts is None else lists.counts.contiguous()
+    if tiles.wide and (q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16):
+        q = q.clone(memory_format=torch.contiguous_format)  # its copies take 16 bytes at once
     kernel = latents_wide.latents if tiles.wide else _latents
     kernel[(programs, splits, batch)](
         q,

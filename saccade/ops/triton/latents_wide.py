@@ -26,6 +26,7 @@ try:
     )
 
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7 renamed it
+    load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # 3.9 did
 except (ImportError, AttributeError):  # it is experimental
     gluon = None
 
@@ -86,8 +87,8 @@ if gluon is not None:
         beyond = V + gl.arange(0, REST, gl.SliceLayout(0, COPY))[None, :]
         at = (k_pool + row * D)[:, None]
         mask = valid[:, None]
-        async_copy.async_copy_global_to_shared(values.index(number), at + channel, mask=mask & (channel < V))
-        async_copy.async_copy_global_to_shared(rest.index(number), at + beyond, mask=mask & (beyond < D))
+        load(values.index(number), at + channel, mask=mask & (channel < V))
+        load(rest.index(number), at + beyond, mask=mask & (beyond < D))
         async_copy.commit_group()
 
     @gluon.jit(

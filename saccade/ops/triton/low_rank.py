@@ -14,8 +14,8 @@ from torch import Tensor
 
 from saccade.kv.low_rank import RANK, TINY, record_bytes, record_rows
 from saccade.ops.layout import rows as laid
+from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, precision
-from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.readers import load_keys
 from saccade.selection.readings import Choice
 
@@ -278,7 +278,8 @@ def _combine(
         mask=here[:, None] & (part < tl.num_programs(0))[None, :],
         other=float("-inf"),
     )
-    top = tl.where(here, tl.max(tops, 1), 0.0)
+    top = tl.max(tops, 1)
+    top = tl.where(top > float("-inf"), top, 0.0)  # of a row none of whose pages are ranked
     weight = tl.load(
         weights + head[None, :] * blocks + block[:, None],
         mask=wanted[:, None] & here[None, :],

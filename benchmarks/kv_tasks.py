@@ -1,0 +1,102 @@
+"""What storing keys and values in fewer bits does to answers: the same samples of ``saccade eval`` under each format, a
+row a task, paired with the first format's. A killed run goes on where it was.
+
+    python benchmarks/kv_tasks.py --model build/real/smollm2 --task natural:questions --task ruler:niah_single_1 \\
+        --length 1024 --samples 50 --workers 2
+
+A sample's score is the mean of its questions'; intervals draw samples, so questions over one text stay together.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from saccade.engine.config import EngineConfig
+from saccade.eval.results import SCORES
+from saccade.eval.runner import given_by, prepare, run_policies
+from saccade.eval.samples import read_jsonl
+from saccade.eval.setting import computed, load
+from saccade.eval.stats import paired_difference
+
+Scores = dict[str, tuple[str, float, int]]  # task, score and questions of a sample by its id
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--task", action="append", required=True)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=50, help="of each task")
+    parser.add_argument("--formats", default="auto,int8", help="values of kv_dtype; others are held against the first")
+    parser.add_argument("--policy", default="dense")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--haystack", default="prose", help="as saccade eval's")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--together", type=int, default=1, help="samples of a worker that are answered at once")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--limit", type=int, help="the first so many samples of each task")
+    parser.add_argument("--out", type=Path, default=Path("eval-results/kv"))
+    asked = parser.parse_args()
+    given = given_by(asked.model, haystack=asked.haystack)
+    name = f"{Path(asked.model).name}-{asked.length}-" + "+".join(task.replace(":", "-") for task in asked.task)
+    data = prepare(asked.out, asked.task, [asked.length], asked.samples, name=name, given=given)
+    found: dict[str, Scores] = {}
+    for format in asked.formats.split(","):
+        config = computed(
+            EngineConfig(
+                model=asked.model,
+                dtype=asked.dtype,
+                threads=asked.threads,
+                device="cpu",
+                kv_dtype=format,
+                kv_memory="512MiB",
+            )
+        )
+        with load(config, asked.together) as llm:
+            (folder,) = run_policies(
+                data,
+                llm,
+                config,
+                [asked.policy],
+                asked.out,
+                limit=asked.limit,
+                oracle="none",
+                workers=asked.workers,
+                together=asked.together,
+            )
+        found[format] = scores(folder)
+    report(asked, found)
+
+
+def scores(folder: Path) -> Scores:
+    rows = read_jsonl(folder / SCORES)
+    return {row["id"]: (row["task"], row["score"], len(row["turns"])) for row in rows if row["score"] is not None}
+
+
+def report(asked: argparse.Namespace, found: dict[str, Scores]) -> None:
+    first, *others = found
+    print(f"{asked.model}, {asked.dtype}, {asked.policy}, {asked.length} tokens; points of 100")
+    print(f"| task | questions | samples | {first} | kv_dtype | points | minus {first} [95 %] | better, worse |")
+    print("|---|---:|---:|---:|---|---:|---|---|")
+    for other in others:
+        ids = [one for one in found[first] if one in found[other]]
+        tasks = defaultdict(list)
+        for one in ids:
+            tasks[found[first][one][0]].append(one)
+        for task, group in [*tasks.items(), *([("all", ids)] if len(tasks) > 1 else [])]:
+            base, ours = ([100 * found[name][one][1] for one in group] for name in (first, other))
+            gap = paired_difference(ours, base)
+            better, worse = (sum(sign * (a - b) > 1e-9 for a, b in zip(ours, base)) for sign in (1, -1))
+            questions = sum(found[first][one][2] for one in group)
+            means = [sum(one) / len(one) for one in (base, ours)]
+            print(
+                f"| {task} | {questions} | {len(group)} | {means[0]:.1f} | {other} | {means[1]:.1f} | "
+                f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] | {better}, {worse} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

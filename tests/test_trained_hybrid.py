@@ -1,0 +1,51 @@
+"""The hybrid that ``train/`` makes of LFM2's layers, where it is: an ordinary checkpoint, and what it answers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from saccade import LLM, SamplingParams
+from saccade.eval.metrics import score
+from saccade.eval.suite import make
+
+FOLDER = Path(os.environ.get("SACCADE_HYBRID", Path(__file__).parent.parent / "build" / "hybrid"))
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "model.safetensors").is_file(), reason=f"needs {FOLDER}: docs/reference-model.md, A hybrid"
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(FOLDER, dtype="float32", kv_memory="256MiB")
+
+
+@pytest.mark.parametrize("task", ["single", "multikey"])
+def test_greedy_tokens_equal_those_of_transformers(llm: LLM, task: str) -> None:
+    """float32 on both sides, over several chunks and later turns' snapshots."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    turn = make(task, 700, 2).turns[0]
+    ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": turn.message()}])
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    theirs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": turn.message()}], add_generation_prompt=True, return_dict=False
+    )
+    assert ids == theirs
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=16)[0, len(ids) :].tolist()
+    assert llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("policy", ["dense", "psa"])
+def test_it_finds_what_it_was_told(llm: LLM, policy: str) -> None:
+    scores = []
+    for seed in range(4):
+        turn = make("single", 2048, seed).turns[0]
+        params = SamplingParams(temperature=0.0, max_tokens=turn.max_new_tokens)
+        output = llm.chat([{"role": "user", "content": turn.message()}], params, policy=policy)[0]
+        assert output.error is None, output.error
+        scores.append(score(turn.metric, output.outputs[0].text, turn.answers))
+    assert sum(scores) / len(scores) >= 0.7
