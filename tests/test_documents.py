@@ -318,3 +318,14 @@ def test_the_rest_follows_a_machine_that_others_use(times):
                 left, then = rest.left(read, now), now
             now += (1 if start < 4096 else times) * (1024 + 1e-5 * ((start + 1024) ** 2 - start**2)) / 24
     assert left == pytest.approx(now - then, rel=0.25)
+
+
+def test_the_rest_of_a_prompt_that_stands_still_is_told_by_what_it_has_taken():
+    """A step that waits for a busy machine, as long as all before it: nothing has got on for half of the time."""
+    rest = RestTime(1e-5)
+    for now, share in ((0.0, 0.0), (1.0, 0.1), (1.5, 0.1), (2.5, 0.1), (40.0, 0.1)):
+        read = Read(0, 5000, share, 5000)
+        rest.see(read, now)
+        left = rest.left(read, now)
+        assert (left is None) == (now == 0.0)
+        assert left is None or left == pytest.approx(9 * now)

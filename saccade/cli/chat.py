@@ -48,6 +48,7 @@ def chat(
     have many.
     """
     from saccade.cli.conversation import Conversation, Part
+    from saccade.cli.progress import waiting
     from saccade.methods.policy import Policy
 
     chosen, part = None if policy is None else Policy.parse(policy), Part(first, last)
@@ -66,7 +67,8 @@ def chat(
         if prompt_file is not None:
             if conversation.policy.deferred and not llm.engine.automatic.is_timed:
                 _note("timing what pays on this machine, this once; --policy dense does without")
-                llm.engine.automatic.offer()  # nothing runs yet
+                with waiting("timing"):
+                    llm.engine.automatic.offer()  # nothing runs yet
             conversation.load(prompt_file, part)
         read = terminal_reader(list(conversation.commands), conversation.reading) if at_terminal else _read_line
         if at_terminal:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.cli.ahead import Ahead
 from saccade.cli.inputs import WHOLE, Part, has_room, read_text, refuse_too_long, room_of
+from saccade.cli.progress import waiting
 from saccade.errors import RequestError
 from saccade.machine import show_bytes
 from saccade.methods.policy import Policy
@@ -153,12 +154,13 @@ class Conversation:
 
     def load(self, path: Path, part: Part = WHOLE) -> None:
         """Read a document, or a part of it, for the next message. RequestError, at once, for one that is too long."""
-        text = read_text(path)
-        if not text.strip():
-            raise RequestError(f"{path} is empty; give a document with some text")
-        text = part.of(text, self.llm.tokenizer)
-        refuse_too_long(text, str(path), self.llm)
-        count = len(self.llm.tokenizer.encode(text, add_special_tokens=False))
+        with waiting(f"opening {path}"):  # a long PDF takes seconds, and so does a long text
+            text = read_text(path)
+            if not text.strip():
+                raise RequestError(f"{path} is empty; give a document with some text")
+            text = part.of(text, self.llm.tokenizer)
+            refuse_too_long(text, str(path), self.llm)
+            count = len(self.llm.tokenizer.encode(text, add_special_tokens=False))
         self.documents.append(text.removesuffix("\n"))
         try:
             self.make_room({"role": "user", "content": "\n\n".join(self.documents)})

@@ -96,10 +96,10 @@ def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
     """Gives a command with ``config: EngineConfig`` the options of a model and its engine; ``defaults`` of its own."""
 
     def make(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
-        from saccade.cli.progress import loading
+        from saccade.cli.progress import waiting
 
         check_name(given["model"])
-        with loading(str(given["model"]), bool(others.get("quiet"))):  # torch alone takes seconds
+        with waiting(f"loading {given['model']}", bool(others.get("quiet"))):  # torch alone takes seconds
             from saccade.engine.config import EngineConfig
 
             return EngineConfig.of(**given)
@@ -144,10 +144,10 @@ def replaced(
 
 def load_model(config: EngineConfig | None = None, *, quiet: bool = False, **settings: Any) -> LLM:
     """A model of a config, or of some settings. Its ``threads`` become torch's too."""
-    from saccade.cli.progress import loading
+    from saccade.cli.progress import waiting
 
     check_name(settings.get("model"))
-    with loading(str(settings.get("model") if config is None else config.model), quiet):
+    with waiting(f"loading {settings.get('model') if config is None else config.model}", quiet):
         import torch
 
         from saccade.engine.config import EngineConfig

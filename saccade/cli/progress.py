@@ -114,8 +114,8 @@ def _draw(gauge: Gauge, what: str, over: threading.Event) -> None:
 
 
 @contextmanager
-def loading(model: str, quiet: bool = False) -> Iterator[None]:
-    """Shows that ``model`` is being loaded, and for how long, until the block ends."""
+def waiting(what: str, quiet: bool = False) -> Iterator[None]:
+    """Shows ``what`` one waits for, and for how long, until the block ends. Nothing else may be printed meanwhile."""
     if quiet or not sys.stderr.isatty():
         yield
         return
@@ -124,5 +124,5 @@ def loading(model: str, quiet: bool = False) -> Iterator[None]:
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stderr=False) as progress:
-        progress.add_task(f"loading {model}", total=None)
+        progress.add_task(what, total=None)
         yield

@@ -78,6 +78,8 @@ class RestTime:
         passed, done = now - since, self._cost(*(now - then for now, then in zip(self._work(read), (tokens, squares))))
         half = next((one for one in reversed(self._seen) if one[2] <= passed / 2), None)
         begun, before = (0.0, 0.0) if half is None else (half[2], self._cost(half[0], half[1]))
+        if done <= before:  # it stands still: a step waits for the machine
+            begun, before = 0.0, 0.0
         return (passed - begun) / (done - before) * done * (1 - share) / share
 
     def _work(self, read: Read) -> tuple[float, float]:
