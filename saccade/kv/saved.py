@@ -31,11 +31,12 @@ class SavedKV:
     def check(self, format: KVFormat, layers: int) -> None:
         """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
         differ."""
+        # where nothing is written of them
         plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False, "value_dim": None}
-        written = {name: value for name, value in plain.items() if name in self.metadata}
-        for name, own in (written | described(format, layers)).items():
-            if self.metadata.get(name) != own:
-                raise SaccadeError(f"saved KV has {name}={self.metadata.get(name)!r}, but this storage has {own!r}")
+        stored, own = plain | self.metadata, plain | described(format, layers)
+        for name, here in own.items():
+            if stored.get(name) != here:
+                raise SaccadeError(f"saved KV has {name}={stored.get(name)!r}, but this storage has {here!r}")
 
 
 def described(format: KVFormat, layers: int) -> dict[str, Any]:
