@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.triton.common import interpreted, is_hopper
+from saccade.ops.triton.gluon_readers import copy_rows
 
 try:
     from triton.experimental import gluon
@@ -26,7 +27,6 @@ try:
     )
 
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # 3.7 renamed it
-    load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # 3.9 did
 except (ImportError, AttributeError):  # it is experimental
     gluon = None
 
@@ -85,10 +85,8 @@ if gluon is not None:
         """Starts to copy a tile of rows; nothing comes for those that are not ``valid``, zeros."""
         channel = gl.arange(0, V, gl.SliceLayout(0, COPY))[None, :]
         beyond = V + gl.arange(0, REST, gl.SliceLayout(0, COPY))[None, :]
-        at = (k_pool + row * D)[:, None]
-        mask = valid[:, None]
-        load(values.index(number), at + channel, mask=mask & (channel < V))
-        load(rest.index(number), at + beyond, mask=mask & (beyond < D))
+        copy_rows(values.index(number), k_pool, row[:, None], channel, valid[:, None] & (channel < V), D)
+        copy_rows(rest.index(number), k_pool, row[:, None], beyond, valid[:, None], D)
         async_copy.commit_group()
 
     @gluon.jit(
@@ -137,7 +135,8 @@ if gluon is not None:
         member = gl.arange(0, PER_PAD, AT)
         q_row = (batch.to(gl.int64) * ROWS + (program * PER + member) // HEADS) * q_line
         q_row += (program * PER + member) % HEADS * q_head
-        _fetch(q_values, q_rest, 0, q_ptr + q_row, member * 0, member < PER, D, V, REST_PAD, COPY)
+        none = (member * 0).to(gl.int64)
+        _fetch(q_values, q_rest, 0, (q_ptr + q_row)[:, None], none, member < PER, D, V, REST_PAD, COPY)
         for ahead in gl.static_range(2):
             key = _listed(ids, number, number < count, SIZE)
             valid = (number < count) & (key < length)
@@ -150,7 +149,7 @@ if gluon is not None:
             line = batch * ROWS + (program * PER + place) // HEADS
             limit = gl.load(limits + line, mask=place < PER, other=0)
         acc = gl.zeros([PER_PAD, V], gl.float32, OUT)
-        none = gl.zeros([PER_PAD, KEYS], gl.float32, SCORES)
+        zeros = gl.zeros([PER_PAD, KEYS], gl.float32, SCORES)
         weight = gl.zeros([PER_PAD], gl.float32, gl.SliceLayout(1, SCORES))
         top = gl.full([PER_PAD], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         at = split * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -161,7 +160,7 @@ if gluon is not None:
             fence_async_shared()
             barrier()
             k, k_rest = values.index(turn), rest.index(turn)
-            scores = warpgroup_mma(q_values.index(0), k.permute((1, 0)), none, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q_values.index(0), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma(q_rest.index(0), k_rest.permute((1, 0)), scores, is_async=True)
             # Meanwhile, what the tile after the next one needs.
             valid = (number < count) & (key < length)
