@@ -18,7 +18,7 @@ from saccade.ops import attend
     [
         "flexprefill(gamma=0.3, min_budget=128)",
         "flexprefill(gamma=0.3, min_budget=128, lines=block)",
-        "flashprefill(alpha=0.9, sink_blocks=1, window_blocks=1, last_blocks=1)",
+        "flashprefill(alpha=1.0, sink_blocks=1, window_blocks=1, last_blocks=1)",
         "prefill=streaming(sinks=16, window=300), decode=dense",
     ],
 )
