@@ -24,6 +24,11 @@ def data(heads, kv_heads, q_len, n, head_dim, dtype=torch.bfloat16, structured=F
     return q, k, v, KVView.from_tensors(k, v, shuffle_seed=seed), Shape.suffix(heads, kv_heads, q_len, n)
 
 
+def notes_of(output) -> list[str]:
+    """What a report says, but for who waited while kernels were compiled: the first that needs one does."""
+    return [note for note in output.report["notes"] if "kernels were compiled" not in note]
+
+
 def agrees(q, k, v, view, selection: Selection, **options) -> None:
     ran = run(Call.of(q, view, selection, **options))
     out, lse = ran.out, ran.lse

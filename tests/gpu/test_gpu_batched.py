@@ -6,6 +6,7 @@ import pytest
 import torch
 from device_helpers import Once, device_of, put_on_device, take_off_device
 from engine_helpers import tokens
+from gpu_helpers import notes_of
 from kv_helpers import move_blocks
 from tiny_models import make_checkpoint, random_ids
 
@@ -62,7 +63,7 @@ def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
         assert left.error is None
         assert tokens(left) == tokens(middle) == tokens(right)
         assert counts(left) == counts(middle) == counts(right)
-        assert right.report["notes"] == left.report["notes"]
+        assert notes_of(right) == notes_of(left)
         for name in ("coverage_estimated", "coverage_estimated_least"):
             estimates = [one.report["decode"][name] for one in (left, middle, right)]
             assert estimates == pytest.approx([estimates[0]] * 3, abs=1e-4)
@@ -149,7 +150,7 @@ def test_narrow_storage_is_served_and_recorded(tmp_path, dtype):
         own = one.generate(PROMPTS, PARAMS, policy=policy)
         put_on_device(one)
         for left, right in zip(own, batched):
-            assert right.report["notes"] == left.report["notes"]
+            assert notes_of(right) == notes_of(left)
             assert right.report["decode"]["density"] == pytest.approx(left.report["decode"]["density"], rel=0.1)
 
 

@@ -92,7 +92,7 @@ def test_recorded_questions_after_a_shared_prefix(engines, folder, policy):
     for number, output in enumerate(got):
         assert output.error is None, output.error
         assert tokens(output) == tokens(want[number % len(want)])
-        assert not output.report["notes"] or "failed" not in str(output.report["notes"])
+        assert "failed" not in str(output.report["notes"])
     assert recorded_prefills(gpu) > 1
     assert gpu.engine.worker.device.graphs.recorded <= gpu.engine.worker.device.graphs.most
     gpu.close()

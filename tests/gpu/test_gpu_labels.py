@@ -7,6 +7,7 @@ import pytest
 import torch
 from device_helpers import device_of, take_off_device
 from engine_helpers import tokens
+from gpu_helpers import notes_of
 from helpers import planted_heads
 from label_cases import LabelledRows, same_labels
 from tiny_models import make_checkpoint, random_ids
@@ -174,7 +175,7 @@ def same(left, right) -> None:
         assert wanted[name] == got[name], name
     said = wanted["coverage_estimated"]
     assert got["coverage_estimated"] == (None if said is None else pytest.approx(said, abs=1e-3))
-    assert left.report["notes"] == right.report["notes"]
+    assert notes_of(left) == notes_of(right)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

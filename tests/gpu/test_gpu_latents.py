@@ -123,7 +123,8 @@ def test_calls_in_a_graph_wait_for_each_other(heads):
 def test_blocks_are_summarized_and_scored(kind, size):
     rows = Latents([4096, 0, 333, 2048], DEEPSEEK, 128, torch.bfloat16, device="cuda")
     full = [own[: len(own) // size * size].view(1, -1, size, 576) for own in rows.rows]
-    made = [summarize(own.cuda(), kind).permute(2, 0, 1, 3).contiguous() for own in full]
+    kept = [summarize(own.cuda(), kind).permute(2, 0, 1, 3).bfloat16() for own in full]
+    made = [one.clone(memory_format=torch.contiguous_format) for one in kept]
     summaries = Summaries(torch.tensor([one.data_ptr() for one in made], device="cuda"), size, kind)
     for length, one in zip(rows.lengths, made):
         if length and length % size == 0:
@@ -131,9 +132,9 @@ def test_blocks_are_summarized_and_scored(kind, size):
     new = torch.stack([own[-1:] if len(own) else torch.zeros(1, 576) for own in rows.rows]).bfloat16().cuda()
     append_rows(new, new, rows.pages, summaries)
     scores = score_blocks(rows.q, rows.pages, summaries, Choice(Summarized(size, kind), 1, 1, 0, 9 * size, take=2))
-    for row, (length, own, one) in enumerate(zip(rows.lengths, full, made)):
+    for row, (length, want, one) in enumerate(zip(rows.lengths, kept, made)):
         blocks = length // size
-        torch.testing.assert_close(one, summarize(own.cuda(), kind).permute(2, 0, 1, 3), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(one, want, atol=2e-2, rtol=1e-2)
         high, low, q = one[:, 0, 0].double(), one[:, 1, 0].double(), rows.q[row].double()
         expected = (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).mean(0)
         torch.testing.assert_close(scores[row, 0, 1:blocks].double(), expected[1:], atol=1e-3, rtol=1e-4)
