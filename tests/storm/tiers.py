@@ -28,7 +28,7 @@ os.environ.setdefault("SACCADE_DEBUG", "1")
 import torch
 from engine_helpers import EVERY
 from storm.callers import Ledger, questions
-from storm.run import MIXED, TASKS, _blow
+from storm.run import MIXED, TASKS, blow
 from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint
 
@@ -98,7 +98,7 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2, kv_dt
             gap = 0.001 if number % 2 else None  # seconds: chunks are suspended after nearly every layer
             with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes, gap, kv_dtype) as llm:
                 ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
-                _blow(llm, ledger, callers)
+                blow(llm, ledger, callers)
                 system.rate = 0
                 _calm(llm, ledger)
                 moved.update(llm.pool.tiers.counts.as_dict())
