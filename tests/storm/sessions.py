@@ -418,7 +418,8 @@ def check(llm: LLM, session: Any, known: list[Talk], fault: str, seen: Counter[s
     else:
         assert "computed again" in session.note
         kept, stop = bits(llm, session)[1], session.sequence.computed
-        assert len(kept[0]) == 2 * llm.pool.format.head_dim * 4 * stop
+        format = llm.pool.format  # keys as values, whatever they are stored as
+        assert len(kept[0]) == format.kv_heads * format.head_dim * format.dtype.itemsize * stop
         assert any(all(map(beginning, kept, talk.bits[1])) for talk in same), fault
         seen[f"{fault}: recomputed"] += 1
         seen["of them from a part"] += stop > 0
