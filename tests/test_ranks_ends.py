@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_helpers import finish
 from rank_helpers import PROMPTS, greedy, make
+from storm.ranks import storm
 
 from saccade import ranks
 from saccade.engine import rank_link
@@ -68,6 +69,14 @@ def test_a_rank_that_hangs(two):
     assert re.search(r"rank 1 of 2 hangs: it used no processor for \d s.*begin another", request.error)
     assert process.poll() == -signal.SIGKILL
     assert not two.loop.alive
+
+
+@pytest.mark.thorough
+def test_a_storm():
+    """``make storm-ranks`` has thousands of requests."""
+    done = storm(120, seed=2, each=40)
+    assert done["outcomes"]["answered"] > 20
+    assert len(done["ends"]) > 1
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts
 from saccade.engine.layer_stats import LayerStats
-from saccade.engine.memories import Memories
 from saccade.engine.rank_link import RankGroup
 from saccade.engine.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
 from saccade.methods.base import Cost
@@ -48,12 +47,12 @@ class LateOfAll:
         return taken
 
 
-def fold_counts(step: StepInput, result: StepResult, memories: Memories) -> None:
-    """Have what requests did counted by layer: over tiers each rank attends rows together or alone, as its own memory
-    allows, and calls of one rank are not those of another."""
-    for one in step.scheduled:
-        found, tiers = result.requests[one.request_id], memories[one.sequence_id].kv.pool.tiers
-        if tiers is not None and found.is_good and not found.rows and not found.stay:
+def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> None:
+    """Have what requests did counted by layer: over tiers (requests that are ``tiered``) each rank attends rows together
+    or alone, as its own memory allows, and calls of one rank are not those of another."""
+    for one, moves in zip(step.scheduled, tiered):
+        found = result.requests[one.request_id]
+        if moves and found.is_good and not found.rows and not found.stay:
             called, total = DeviceCounts(), LateOfAll()
             for call in found.calls:
                 called.add(call)

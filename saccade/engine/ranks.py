@@ -158,7 +158,7 @@ class FirstRank(Worker):
         try:
             result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(_failed(step, result)):  # a rank may be lost behind the last sum
-                fold_counts(step, result, self.memories)
+                fold_counts(step, result, _tiered(step, self.memories))
                 group, own = self._link.group, _failed(step, result)
                 failed = others_fail(group, own)
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
@@ -202,7 +202,7 @@ class OtherRank(Worker):
                     self._open(one.sequence_id)
                     memories[one.sequence_id].kv.reserve(one.stop)
                 result = self.run(message)
-                fold_counts(message, result, memories)
+                fold_counts(message, result, _tiered(message, memories))
                 own = _failed(message, result)
                 failed = others_fail(self._group, own)
                 share_counts(self._group, message, result, [not (bad or other) for bad, other in zip(own, failed)])
@@ -245,6 +245,10 @@ class OtherRank(Worker):
 
 def _failed(step: StepInput, result: StepResult) -> list[bool]:
     return [not result.requests[one.request_id].is_good for one in step.scheduled]
+
+
+def _tiered(step: StepInput, memories: Memories) -> list[bool]:
+    return [memories[one.sequence_id].kv.pool.tiers is not None for one in step.scheduled]
 
 
 HEADS = ("kv/k", "kv/v", "k", "v")  # tensors of keys and values, [layers, kv_heads, tokens, head_dim]
