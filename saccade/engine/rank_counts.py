@@ -48,8 +48,8 @@ class LateOfAll:
 
 
 def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> None:
-    """Have what requests did counted by layer: over tiers (requests that are ``tiered``) each rank attends rows together
-    or alone, as its own memory allows, and calls of one rank are not those of another."""
+    """Have what ``tiered`` requests did counted by layer: over tiers each rank attends rows together or alone, as its
+    own memory allows, and calls of one rank are not those of another."""
     for one, moves in zip(step.scheduled, tiered):
         found = result.requests[one.request_id]
         if moves and found.is_good and not found.rows and not found.stay:
