@@ -8,7 +8,8 @@ BIN is ``llama-bench`` of a llama.cpp built for this machine. The checkpoint is 
 weights, bfloat16, head and embedding one matrix), written for llama.cpp with the ``gguf`` package: matrices bfloat16,
 the rest float32. llama.cpp's own converter orders the heads of values otherwise; the two do the same work and do not
 answer alike. Keys and values have 16 bits on both sides, llama.cpp runs with flash attention and its default batches.
-The sides never run at once. A row each: medians of seconds of the prefill and of milliseconds of a step, the fastest
+The sides never run at once: prefills by turns, then llama.cpp's decode, whose one prefill serves all its rounds. A row
+each: medians of seconds of the prefill and of milliseconds of a step, the fastest
 and the slowest in brackets. A round of llama.cpp's decode is the mean of its ``--tokens`` steps.
 """
 
@@ -159,17 +160,16 @@ def main() -> None:
             torch.set_num_threads(threads)
             llm = LLM(folder, dtype="bfloat16", kv_memory="2GiB", enable_prefix_caching=False)
             measure(llm, 64, 2, 0, time.perf_counter)  # pages of the weights come in
-            rounds = [
-                measure(llm, asked.context, asked.tokens, turn, time.perf_counter) for turn in range(asked.rounds)
-            ]
-            steps = [1e3 * statistics.median(steps) for _, steps in rounds]
-            print(_row(threads, asked.context, "Saccade", [one for one, _ in rounds], steps), flush=True)
+            ours, read, size = [], [], str(asked.context)
+            for turn in range(asked.rounds):
+                ours.append(measure(llm, asked.context, asked.tokens, turn, time.perf_counter))
+                read += llama(asked.llama_bench, file, threads, "-p", size, "-n", "0", "-r", "1")
             del llm
-            size, times = str(asked.context), ("-r", str(asked.rounds))
-            read = llama(asked.llama_bench, file, threads, "-p", size, "-n", "0", *times)
-            written = llama(asked.llama_bench, file, threads, "-p", "0", "-n", str(asked.tokens), "-d", size, *times)
-            steps = [one / 1e6 / asked.tokens for one in written]
-            print(_row(threads, asked.context, "llama.cpp", [one / 1e9 for one in read], steps), flush=True)
+            work = ("-p", "0", "-n", str(asked.tokens), "-d", size, "-r", str(asked.rounds))
+            written = [one / 1e6 / asked.tokens for one in llama(asked.llama_bench, file, threads, *work)]
+            steps = [1e3 * statistics.median(steps) for _, steps in ours]
+            print(_row(threads, asked.context, "Saccade", [one for one, _ in ours], steps), flush=True)
+            print(_row(threads, asked.context, "llama.cpp", [one / 1e9 for one in read], written), flush=True)
 
 
 if __name__ == "__main__":
