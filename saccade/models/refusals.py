@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.errors import ModelError, shown
 from saccade.models.families import FAMILIES
+from saccade.models.native_sparsity import native_sparsity
 from saccade.models.text_part import WRAPPERS, text_of
 
 Config = dict[str, Any]
@@ -25,7 +26,7 @@ _RECURRENT = (
     "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
-_LATENT = ("deepseek_v32", "minicpm3", "longcat_flash", "glm_moe_dsa")
+_LATENT = ("minicpm3", "longcat_flash")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
 _TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
@@ -69,7 +70,16 @@ def _says_recurrent(config: Config) -> bool:
     return _type_in(*_RECURRENT)(config) or any(mark in kind for kind in _odd_layer_types(config) for mark in marks)
 
 
-_FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
+def _natively_sparse(config: Config) -> str:
+    return (
+        f"an attention that is sparse by itself ({native_sparsity(config)}): dense attention, or a method's choice, "
+        "would be another model, and its indexer is not run here; give a checkpoint of a family in docs/models.md"
+    )
+
+
+_Feature = str | Callable[[Config], str]
+_FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
+    (lambda c: native_sparsity(c) is not None, _natively_sparse),
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
         "a multimodal or nested config (vision, audio or text_config) of a type whose text is not held against "
@@ -142,7 +152,8 @@ def _refuse_features(config: Config, where: str) -> None:
     model_type = config["model_type"]
     for present, feature in _FEATURES:
         if present(config):
-            raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(feature)}")
+            said = feature if isinstance(feature, str) else feature(config)
+            raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(said)}")
     if model_type not in FAMILIES:
         raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
 
