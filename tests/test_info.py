@@ -228,6 +228,7 @@ REASONS = {
     "has no full_attention": lambda shown: "full_attention" not in shown.text.layer_types,
     "multi-head latent attention": lambda shown: shown.latent(),
     "keys and values shared": lambda shown: shown.shares_keys(),
+    "an embedding of every token": lambda shown: "embed_tokens_per_layer" in shown.source(),
     "heads of two sizes": lambda shown: len(shown.head_sizes()) > 1,
     "chunked attention": lambda shown: bool(getattr(shown.text, "attention_chunk_size", 0)),
     "ALiBi": lambda shown: "alibi" in shown.source(),

@@ -46,6 +46,28 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
+def _shares_keys(config: Config) -> bool:
+    """Whether some layers read an earlier one's keys; Gemma 3n's do where config.json does not say."""
+    given = config.get("num_kv_shared_layers")
+    return _positive(given) or (given is None and _type_in(*_SHARED_KV)(config))
+
+
+def _has_two_sizes(config: Config) -> bool:
+    """Of Gemma 4, by transformers' defaults for what config.json does not say."""
+    if not _type_in(*_TWO_SIZES)(config):
+        return False
+    own, layers = config.get("head_dim", 256), config.get("per_layer_config")
+    if isinstance(layers, dict):
+        return any(isinstance(one, dict) and one.get("head_dim", own) != own for one in layers.values())
+    return bool(config.get("global_head_dim", 512) != own)
+
+
+def _embeds_by_layer(config: Config) -> bool:
+    """Gemma 3n and 4; Gemma 4's unified models have none."""
+    with_them = (*_SHARED_KV, *(one for one in _TWO_SIZES if "unified" not in one))
+    return _type_in(*with_them)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
+
+
 def _stores_latents(config: Config) -> bool:
     family = FAMILIES.get(config["model_type"])
     return family is not None and family.latent
@@ -96,11 +118,9 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
         "multi-head latent attention (MLA) of a kind that is not held against transformers here (docs/models.md lists "
         "the families that are)",
     ),
-    (
-        lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
-        "keys and values shared between layers",
-    ),
-    (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
+    (_shares_keys, "keys and values shared between layers"),
+    (_has_two_sizes, "heads of two sizes: layers without a window have wider ones"),
+    (_embeds_by_layer, "an embedding of every token for each layer, which the layer loop does not hand on"),
     (
         _slides_beside_states,
         "sliding windows in a family whose other layers keep a state, for which transformers has no code",
