@@ -46,13 +46,16 @@ def test_tokens_and_log_probabilities_equal_those_of_transformers(llm: LLM, task
     torch.testing.assert_close(torch.tensor(ours), likely, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("policy", ["dense", "psa"])
+@pytest.mark.parametrize("policy", ["dense", "psa", "flexprefill+psa", "quest(budget=256)", "cis", "lfps"])
 def test_it_finds_what_it_was_told(llm: LLM, policy: str) -> None:
+    """On the checkpoint that the page describes 9 of 10 or more were right. One of four may be lost: other runs give other
+    weights, which the log has right in 88 to 98 % of the cases."""
     scores = []
     for seed in range(4):
         turn = make("single", 2048, seed).turns[0]
         params = SamplingParams(temperature=0.0, max_tokens=turn.max_new_tokens)
         output = llm.chat([{"role": "user", "content": turn.message()}], params, policy=policy)[0]
         assert output.error is None, output.error
+        assert policy == "dense" or output.report["decode"]["density"] < 1  # it did not run dense
         scores.append(score(turn.metric, output.outputs[0].text, turn.answers))
-    assert sum(scores) / len(scores) >= 0.7
+    assert sum(scores) / len(scores) >= 0.75
