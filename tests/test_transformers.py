@@ -92,6 +92,13 @@ def test_every_family_gives_eager_attentions_tokens(family, tmp_path):
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", sorted(LATENT))
+def test_latents_are_refused_by_name(family, tmp_path):
+    made = make_checkpoint(family, tmp_path / family, tokenizer=False)
+    with pytest.raises(ModelError, match=f"does not serve '{family}': .* of latents .* use saccade.LLM"):
+        load(made)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_gives_the_engines_tokens_and_reads_its_keys(folder, ours, policy):
     lengths = (300, 131, 7, 256)  # several chunks, less than one, a chunk and a few
