@@ -39,8 +39,8 @@ def main() -> None:
             parser.error(f"{pair}: no budget of {args.board} has the drift of both; it has {names}")
         for length, budget in places:
             both = zip(kl[first, length, budget], kl[second, length, budget], strict=True)
-            found = stretch_interval([one - other for one, other in both], min(STRETCH, args.tokens))
-            said = f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
+            gap = stretch_interval([one - other for one, other in both], min(STRETCH, args.tokens))
+            said = f"{gap.mean:.4f} [{gap.low:.4f}, {gap.high:.4f}]"
             print(f"{pair}, {length} tokens, {budget:.3%} of the keys: {said}")
 
 
