@@ -225,7 +225,7 @@ def test_doctor_names_versions_and_backends(capsys):
     assert set(facts) == {"versions", "machine", "backends", "gpu", "what fits", "models", "recorded decode steps"}
     assert {"cis", "h2o", "lfps", "loopserve"} < set(facts["recorded decode steps"]["methods"].split(", "))
     assert facts["recorded decode steps"]["bring KV in from kv_host"].startswith(
-        "arkvale, dense, psa, quest, streaming;"
+        "arkvale, dense, locks, psa, quest, streaming;"
     )
     assert "drawn on the host" in facts["recorded decode steps"]["random"]
     assert facts["versions"]["torch"]

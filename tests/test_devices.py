@@ -20,7 +20,7 @@ ROOMS = ("selection", "methods", "ops", "kv")
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm"}
 FACTORIES |= {"scalar_tensor", "tensor", "zeros"}
 # Files of bindings: their kernels read and write host memory, and their callers have asked serves(...) before.
-HOST_ONLY = ("ops/cpu.py", "ops/cpu_*.py", "ops/layer_rows.py", "methods/*/cpu.py")
+HOST_ONLY = ("ops/cpu.py", "ops/cpu_*.py", "ops/layer_rows.py", "ops/step_ops.py", "methods/*/cpu.py")
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 

@@ -17,7 +17,7 @@ LENGTH, COUNT, TASKS = 3000, 2, ("niah_multikey_2", "vt")
 
 
 def written(model: Path, folder: Path) -> Path:
-    spec = importlib.util.spec_from_file_location("lm_eval_ruler", ROOT / "examples" / "lm_eval_ruler.py")
+    spec = importlib.util.spec_from_file_location("lm_eval_ruler", ROOT / "benchmarks" / "lm_eval_ruler.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main([str(model), str(folder), "--length", str(LENGTH), "--count", str(COUNT), "--tasks", ",".join(TASKS)])

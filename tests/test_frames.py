@@ -17,7 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from short_context import every_policy  # noqa: E402
 
 DECODE, PREFILL = 8, 12
-DEEPER = {"infinigen(skew=off)": 9, "vattention": 12, "twilight": 13}  # at which they stay
+DEEPER = {"infinigen(skew=off)": 9, "rocketkv": 9, "vattention": 12, "twilight": 13}  # at which they stay
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels are not built")

@@ -8,6 +8,6 @@ from tiny_models import one_thread  # noqa: F401
 
 
 @pytest.mark.parametrize("family", KEEPING)
-@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.thorough)])
 def test_what_a_random_model_says_is_what_transformers_says(family, seed, tmp_path):
     hold(family, seed, tmp_path)

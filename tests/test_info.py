@@ -223,10 +223,12 @@ def test_files_that_are_broken_are_errors(tmp_path):
 
 # What a reason says, and what else of transformers' model shows that it is true.
 REASONS = {
+    "sparse by itself": lambda shown: "Indexer(" in shown.source(),
     "recurrent, convolutional": lambda shown: shown.keeps_state() or "ShortConv(" in shown.source(),
     "has no full_attention": lambda shown: "full_attention" not in shown.text.layer_types,
     "multi-head latent attention": lambda shown: shown.latent(),
     "keys and values shared": lambda shown: shown.shares_keys(),
+    "an embedding of every token": lambda shown: "embed_tokens_per_layer" in shown.source(),
     "heads of two sizes": lambda shown: len(shown.head_sizes()) > 1,
     "chunked attention": lambda shown: bool(getattr(shown.text, "attention_chunk_size", 0)),
     "ALiBi": lambda shown: "alibi" in shown.source(),
@@ -239,15 +241,19 @@ REASONS = {
 SOME = (
     "bert",
     "deepseek_v3",
+    "deepseek_v32",
     "falcon_mamba",
     "longcat_flash",
     "gemma3",
     "gemma3n",
     "gemma4_text",
+    "glm_moe_dsa",
     "gpt2",
     "llama",
     "llama4_text",
+    "minimax_m3_vl",
     "mpt",
+    "qwen4_exp",
 )
 
 

@@ -123,7 +123,5 @@ def test_int8_turns_by_default_and_sessions_say_so(model, tmp_path):
 def test_what_it_refuses(model):
     with pytest.raises(SaccadeError, match="kv_rotate='yes' must be True or False"):
         LLM(model, kv_rotate="yes")
-    with pytest.raises(SaccadeError, match="kv_dtype='int8' does not go with tensor_parallel_size=2"):
-        LLM(model, kv_dtype="int8", tensor_parallel_size=2, device="cpu")
     with LLM(model, **OPTIONS, kv_rotate=True) as llm, pytest.raises(PolicyError, match="kv_rotate turns them"):
         llm.generate(random_ids(9, seed=1), ASKED, policy="double_sparsity")

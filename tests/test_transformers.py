@@ -32,6 +32,9 @@ POLICIES = (  # one of each way in which a policy knows something
 )
 
 
+LATENT = {name for name, family in FAMILIES.items() if family.latent}
+
+
 def keeps(family: str) -> bool:
     return family in FAMILIES and FAMILIES[family].keeping is not None
 
@@ -77,7 +80,7 @@ def theirs(folder) -> Any:
     return endless(oracle(folder))
 
 
-@pytest.mark.parametrize("family", sorted(one for one in CONFIGS if not keeps(one)))
+@pytest.mark.parametrize("family", sorted(one for one in CONFIGS if not keeps(one) and one not in LATENT))
 def test_every_family_gives_eager_attentions_tokens(family, tmp_path):
     """In a batch with padding; a forward pass without a cache gives its logits."""
     made = make_checkpoint(family, tmp_path / family, tokenizer=False)
@@ -87,6 +90,13 @@ def test_every_family_gives_eager_attentions_tokens(family, tmp_path):
     with torch.no_grad():
         found, expected = (model(**inputs).logits[real] for model in (ours, theirs))
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(LATENT))
+def test_latents_are_refused_by_name(family, tmp_path):
+    made = make_checkpoint(family, tmp_path / family, tokenizer=False)
+    with pytest.raises(ModelError, match=f"does not serve '{family}': .* of latents .* use saccade.LLM"):
+        load(made)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -223,7 +223,7 @@ def _refused(checkpoint: Checkpoint, reason: str) -> RefusedModel:
 def _read_each_step(config: Any, numbers: Mapping[str, int]) -> float:
     """Of a model's ``numbers`` by name, those that a decode step of one sequence reads."""
     count = next((one for name in _EXPERTS if (one := getattr(config, name, None))), None)
-    share = min(1.0, getattr(config, "num_experts_per_tok", count) / count) if count else 1.0
+    share = min(1.0, (getattr(config, "num_experts_per_tok", None) or count) / count) if count else 1.0
     named = next((one for one in ("model.embed_tokens", "model.embeddings") if f"{one}.weight" in numbers), "")
     embedding = 0 if config.tie_word_embeddings else numbers.get(f"{named}.weight", 0)
     return sum(one * (share if ".experts." in name else 1) for name, one in numbers.items()) - embedding

@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.errors import ModelError, shown
 from saccade.models.families import FAMILIES
+from saccade.models.native_sparsity import native_sparsity
 from saccade.models.text_part import WRAPPERS, text_of
 
 Config = dict[str, Any]
@@ -25,7 +26,7 @@ _RECURRENT = (
     "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "zamba2",
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
-_LATENT = ("deepseek_v32", "minicpm3", "longcat_flash", "glm_moe_dsa")
+_LATENT = ("minicpm3", "longcat_flash")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
 _TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
@@ -43,6 +44,28 @@ def _type_in(*names: str) -> Callable[[Config], bool]:
 
 def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
+
+
+def _shares_keys(config: Config) -> bool:
+    """Whether some layers read an earlier one's keys; Gemma 3n's do where config.json does not say."""
+    given = config.get("num_kv_shared_layers")
+    return _positive(given) or (given is None and _type_in(*_SHARED_KV)(config))
+
+
+def _has_two_sizes(config: Config) -> bool:
+    """Of Gemma 4, by transformers' defaults for what config.json does not say."""
+    if not _type_in(*_TWO_SIZES)(config):
+        return False
+    own, layers = config.get("head_dim", 256), config.get("per_layer_config")
+    if isinstance(layers, dict):
+        return any(isinstance(one, dict) and one.get("head_dim", own) != own for one in layers.values())
+    return bool(config.get("global_head_dim", 512) != own)
+
+
+def _embeds_by_layer(config: Config) -> bool:
+    """Gemma 3n and 4; Gemma 4's unified models have none."""
+    with_them = (*_SHARED_KV, *(one for one in _TWO_SIZES if "unified" not in one))
+    return _type_in(*with_them)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
 
 
 def _stores_latents(config: Config) -> bool:
@@ -69,7 +92,16 @@ def _says_recurrent(config: Config) -> bool:
     return _type_in(*_RECURRENT)(config) or any(mark in kind for kind in _odd_layer_types(config) for mark in marks)
 
 
-_FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
+def _natively_sparse(config: Config) -> str:
+    return (
+        f"an attention that is sparse by itself ({native_sparsity(config)}): dense attention, or a method's choice, "
+        "would be another model, and its indexer is not run here; give a checkpoint of a family in docs/models.md"
+    )
+
+
+_Feature = str | Callable[[Config], str]
+_FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
+    (lambda c: native_sparsity(c) is not None, _natively_sparse),
     (
         lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
         "a multimodal or nested config (vision, audio or text_config) of a type whose text is not held against "
@@ -86,11 +118,9 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "multi-head latent attention (MLA) of a kind that is not held against transformers here (docs/models.md lists "
         "the families that are)",
     ),
-    (
-        lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
-        "keys and values shared between layers",
-    ),
-    (_type_in(*_TWO_SIZES), "heads of two sizes: layers without a window have wider ones"),
+    (_shares_keys, "keys and values shared between layers"),
+    (_has_two_sizes, "heads of two sizes: layers without a window have wider ones"),
+    (_embeds_by_layer, "an embedding of every token for each layer, which the layer loop does not hand on"),
     (
         _slides_beside_states,
         "sliding windows in a family whose other layers keep a state, for which transformers has no code",
@@ -142,7 +172,8 @@ def _refuse_features(config: Config, where: str) -> None:
     model_type = config["model_type"]
     for present, feature in _FEATURES:
         if present(config):
-            raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(feature)}")
+            said = feature if isinstance(feature, str) else feature(config)
+            raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(said)}")
     if model_type not in FAMILIES:
         raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
 

@@ -1,6 +1,6 @@
 """RULER's tasks for lm-eval, at any length, without a download: writes a folder of tasks that its models read.
 
-    python examples/lm_eval_ruler.py Qwen/Qwen3-8B tasks --length 32768 --count 50
+    python benchmarks/lm_eval_ruler.py Qwen/Qwen3-8B tasks --length 32768 --count 50
     python -m saccade.transformers --policy flexprefill+lfps lm_eval --model hf --include_path tasks \\
         --model_args pretrained=Qwen/Qwen3-8B,max_length=33792 --tasks ruler_32768
 
