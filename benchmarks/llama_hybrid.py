@@ -9,8 +9,8 @@ weights, bfloat16, head and embedding one matrix), written for llama.cpp with th
 the rest float32. llama.cpp's own converter orders the heads of values otherwise; the two do the same work and do not
 answer alike. Keys and values have 16 bits on both sides, llama.cpp runs with flash attention and its default batches.
 The sides never run at once: prefills by turns, then llama.cpp's decode, whose one prefill serves all its rounds. A row
-each: medians of seconds of the prefill and of milliseconds of a step, the fastest
-and the slowest in brackets. A round of llama.cpp's decode is the mean of its ``--tokens`` steps.
+each: medians of seconds of the prefill and of milliseconds of a step, the fastest and the slowest in brackets. A round
+of our decode is the median of its ``--tokens`` steps, of llama.cpp's the mean.
 """
 
 from __future__ import annotations
