@@ -151,7 +151,7 @@ class _Answers:
         return self.answer(q)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("a layer that is judged attends")
 
 
 @torch.inference_mode()

@@ -5,26 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _key(ids, number, valid, SIZE: tl.constexpr):
-    if SIZE == 0:
-        key = number
-    elif SIZE == 1:
-        key = tl.load(ids + number, mask=valid, other=0)
-    else:
-        key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
-    return key
+from saccade.ops.triton.batch import listed_keys
 
 
 @triton.jit
 def listed(ids, number, upto, RUN: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr):
     """The ``number``-th keys of a list of ``upto``; of a tile of runs of keys that lie side by side, two at most, the
     first key of each."""
-    key = _key(ids, number, number < upto, SIZE)
+    key = listed_keys(ids, number, number < upto, SIZE)
     other = key
     if RUN > 1 and RUN < KEYS:
-        other = _key(ids, number + RUN, number + RUN < upto, SIZE)
+        other = listed_keys(ids, number + RUN, number + RUN < upto, SIZE)
     return key, other
 
 

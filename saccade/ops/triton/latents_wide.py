@@ -58,7 +58,7 @@ if gluon is not None:
 
     @gluon.jit
     def _listed(ids, number, valid, SIZE: gl.constexpr):
-        """``decode.listed_keys``."""
+        """``batch.listed_keys``."""
         key = number
         if SIZE == 1:
             key = gl.load(ids + number, mask=valid, other=0)
