@@ -45,7 +45,7 @@ _HOME = {
     "Session": "session",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
-    "SamplingParams": "engine.params",
+    "SamplingParams": "engine.sampling.params",
     "Policy": "methods.policy",
     "SaccadeError": "errors",
 }

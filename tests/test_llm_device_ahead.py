@@ -12,9 +12,9 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, copied
+from saccade.engine.device import prepare as device_prepare
+from saccade.engine.device import rows as device_rows
 from saccade.engine.device.ahead import Ahead
-from saccade.engine.device.backend import prepare as device_prepare
-from saccade.engine.device.backend import rows as device_rows
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 from saccade.ops.triton import batched_rows

@@ -19,9 +19,9 @@ from rank_helpers import PROMPTS, greedy, make
 from storm.ranks import storm
 
 from saccade import ranks
+from saccade.engine.ranks import link as rank_link
 from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
 from saccade.engine.ranks.worker import OtherRank
-from saccade.engine.ranks.worker import link as rank_link
 from saccade.engine.rows.layers_pass import HostPass
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker

@@ -42,10 +42,10 @@ class Lossless(Verified):
     ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 15, and none
     where they are not (``engine/drafts/pacing.py``); a number drafts so many, always. ``lookup``: where the last
     ``lookup`` tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed
-    there is drafted too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks that a draft chooses
-    for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last verified row, where the
-    verification says so; a draft with a rule (``psa``) reads this share of 512 keys of them before its own
-    (``engine/steps/carried.py``).
+    there is drafted too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks
+    that a draft chooses for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last
+    verified row, where the verification says so; a draft with a rule (``psa``) reads this share of 512 keys of them
+    before its own (``engine/steps/carried.py``).
 
     Raises PolicyError for a draft that is no decode method, reads everything, or is ``lossless`` itself.
     """
