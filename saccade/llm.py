@@ -240,7 +240,7 @@ class LLM:
                 "tokens": prefixes.queries,
                 "tokens_found": prefixes.hits,
                 "hit_rate": prefixes.hits / prefixes.queries if prefixes.queries else None,
-                "kept_bytes": prefixes.kept_slots * format.block_bytes,
+                "kept_bytes": prefixes.kept_slots // self.pool.layers * self.pool.token_bytes * format.block_size,
             }
         return {"prefixes": found, "sessions": None if self.sessions is None else self.sessions.report()}
 
@@ -253,8 +253,7 @@ class LLM:
         self.engine.masks.close()
         if self.engine.link is not None:
             self.engine.link.close()
-        if self.pool.tiers is not None:
-            self.pool.tiers.close()
+        self.pool.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from saccade.engine.settings.config import PROFILE, EngineConfig
 from saccade.errors import CapacityError, SaccadeError, shown
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
+from saccade.kv.groups import Groups
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.row_formats import RowFormat, format_called
@@ -32,12 +34,13 @@ def make_pool(
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
-    spec, layers, layout = model.spec, model.spec.layers, layout_of(config, model)
-    per_block = layout.block_bytes
-    useful = config.max_requests * layers * layout.blocks(max_model_len)
+    spec, layout = model.spec, layout_of(config, model)
+    groups = Groups.of(layout, spec.layers, spec.shapes)
+    if len(groups) > 1:
+        _check_grouped(config, spec.family)
     found = None
     if isinstance(config.kv_memory, str) and config.kv_memory == PROFILE:
-        found = profile(config, model, layout, max_model_len)
+        found = profile(config, model, groups, max_model_len)
         memory = found.kv
     elif config.kv_memory is None:
         on_gpu = model.device.type == "cuda"
@@ -46,39 +49,61 @@ def make_pool(
     else:
         memory = parse_bytes(config.kv_memory)
     kept = None if spec.states is None else _state_pool(config, model, memory, max_model_len)
-    blocks = (memory - (0 if kept is None else kept.nbytes)) // per_block
+    slots = groups.slots(memory - (0 if kept is None else kept.nbytes))
     if found is not None or config.kv_memory is None:
-        blocks = min(useful, blocks)
-    if blocks < layers:
+        useful = config.max_requests * layout.blocks(max_model_len)
+        slots = [min(useful * layers, own) for layers, own in zip(groups.layers, slots)]
+    if any(own < layers for layers, own in zip(groups.layers, slots)):
+        one = f"{layout.block_bytes} bytes" if len(groups) == 1 else f"{groups.block_bytes} bytes in all layers"
         raise CapacityError(
-            f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
-            f"need one each; give at least {layers * per_block} bytes"
+            f"kv_memory={shown(config.kv_memory)} holds {sum(slots)} KV blocks of {one}, but {spec.layers} layers "
+            f"need one each; give at least {groups.block_bytes} bytes"
         )
-    storage = KVStorage(layout, blocks, model.device, row_mover(model.device))
-    apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
-    tier: Tier
+    storages = [KVStorage(one, own, model.device, row_mover(model.device)) for one, own in zip(groups.layouts, slots)]
+    if len(groups) == 1:
+        apart = config.kv_unit == "head" and spec.kv_heads > 1
+        tier = _tier(config, storages[0], 1.0, apart)
+        if tier is None:
+            return BlockManager(storages[0], spec.layers, states=kept), found
+        return BlockManager(storages[0], spec.layers, heads_apart=apart, tier=tier, states=kept, **_options(config)), found
+    tiers = [_tier(config, one, share) for one, share in zip(storages, groups.shares)]
+    return groups.pool(storages, tiers, **_options(config)), found
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """How parts move between memory and tiers."""
+    return {
+        "replacement": config.kv_replacement,
+        "debug": debug.ON,
+        "layers_apart": config.kv_pool == "per_layer",
+    }
+
+
+def _tier(config: EngineConfig, storage: KVStorage, share: float, apart: bool = False) -> Tier | None:
+    """The tier behind a pool, with its ``share`` of what the settings give; None where they give none."""
+    compute = config.kv_compute
     if config.kv_host is not None and config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
-        size = parse_bytes(config.kv_host, "kv_host")
-        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
-    elif config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
-    elif config.kv_disk is not None:
+        size = int(parse_bytes(config.kv_host, "kv_host") * share)
+        return HostAndDisk(size, storage, folder.expanduser(), int(most * share), compute=compute)
+    if config.kv_host is not None:
+        return HostTier(int(parse_bytes(config.kv_host, "kv_host") * share), storage, apart, compute)
+    if config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
-        tier = DiskTier(folder.expanduser(), most, storage)
-    else:
-        return BlockManager(storage, layers, states=kept), found
-    pool = BlockManager(
-        storage,
-        layers,
-        heads_apart=apart,
-        tier=tier,
-        replacement=config.kv_replacement,
-        debug=debug.ON,
-        layers_apart=config.kv_pool == "per_layer",
-        states=kept,
-    )
-    return pool, found
+        return DiskTier(folder.expanduser(), int(most * share), storage)
+    return None
+
+
+def _check_grouped(config: EngineConfig, family: str) -> None:
+    """SaccadeError for settings that know one size of heads alone."""
+    which = f"layers of {family} have heads of more than one size"
+    if config.kv_unit == "head":
+        raise SaccadeError(f"kv_unit='head': {which}, and parts of single KV heads are of one; leave it out")
+    if config.kv_compute != "device":
+        raise SaccadeError(
+            f"kv_compute={config.kv_compute!r}: {which}, and what the CPU attends in host memory is of one; give "
+            "kv_compute='device'"
+        )
 
 
 def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:

@@ -20,7 +20,8 @@ from saccade.engine.rows.expanded import ROOM
 from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.settings.config import PROFILE, EngineConfig
 from saccade.errors import CapacityError, SaccadeError
-from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv import BlockManager, KVStorage
+from saccade.kv.groups import Groups
 from saccade.kv.states import StatePool
 from saccade.machine import available_bytes, parse_bytes, peak_bytes, reset_peak, resident_bytes, show_bytes
 from saccade.methods.policy import Policy
@@ -60,10 +61,10 @@ class MemoryProfile:
         )
 
 
-def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_model_len: int) -> MemoryProfile:
+def profile(config: EngineConfig, model: LoadedModel, groups: Groups, max_model_len: int) -> MemoryProfile:
     """Run ``model`` as ``config`` says over a pool of its own, which is gone afterwards. CapacityError where nothing is
     left for keys and values, SaccadeError where the run fails; both name the way out."""
-    began, device = time.perf_counter(), model.device
+    began, device, layout = time.perf_counter(), model.device, groups.layouts[0]
     rows = max(1, min(config.dense_chunk, max_model_len - ANSWER - 1))
     decoding = max(1, config.max_requests - 1)
     short = min(SHORT, max(1, max_model_len - ANSWER - 1))
@@ -71,12 +72,17 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     free = _free(device)
     if device.type == "cpu" and config.kv_host is not None:  # it lies in the same memory
         free -= parse_bytes(config.kv_host, "kv_host")
-    storage = KVStorage(layout, blocks * model.spec.layers, device, row_mover(device))
-    storage.k.zero_()  # so that its memory is there before the run
-    storage.v.zero_()
+    storages = [
+        KVStorage(one, blocks * layers, device, row_mover(device)) for one, layers in zip(groups.layouts, groups.layers)
+    ]
+    for part in (part for one in storages for part in one.parts):
+        part.zero_()  # so that its memory is there before the run
     kept = model.spec.states
     states = None if kept is None else StatePool(kept, config.max_requests + 1, device)
-    pool = BlockManager(storage, model.spec.layers, states=states)
+    if len(groups) == 1:
+        pool = BlockManager(storages[0], model.spec.layers, states=states)
+    else:
+        pool = groups.pool(storages, [None] * len(groups))
     exact = model.spec.dtype == torch.float32 if config.exact is None else config.exact
     before, known = _taken(device), _begin(device)
     try:
@@ -89,12 +95,12 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
         ) from error
     unseen = 0 if model.spec.value_dim is None else ROOM  # of keys and values of heads, which are few after so few rows
     steps = max(0, _peak(device) - before) + unseen
-    del pool, storage, states
+    del pool, storages, states
     _end(device)
     share = SHARE["cuda" if device.type == "cuda" else "cpu"]
     left = math.floor(share * free) - steps
     found = MemoryProfile(free, share, steps, left, rows, decoding, time.perf_counter() - began, known)
-    if left < layout.block_bytes * model.spec.layers:
+    if left < groups.block_bytes:
         raise CapacityError(f"kv_memory={PROFILE!r}: {found}; lower prefill_chunk or max_requests")
     return found
 

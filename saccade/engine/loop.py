@@ -163,7 +163,7 @@ class AsyncEngine:
             pool.num_blocks,
             len(self.engine.sessions),
             kept,
-            tiers=None if pool.tiers is None else pool.tiers.numbers(),
+            tiers=pool.tier_numbers(),
             bytes_by_tier=pool.bytes_by_tier(),
             graphs=None if device is None else device.kinds.recorded,
             states=None if pool.states is None else pool.states.numbers(),

@@ -265,6 +265,8 @@ def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers
     keeping = getattr(runner, "keeping", None)
     if keeping is not None and not keeping.in_slots(device):
         return None  # its modules know states as tensors of their own, not by what a step reads on the device
+    if runner.spec.shapes:
+        return None  # its steps have one block table for all layers
     if triton.serves_heads(runner.spec.head_dim, runner.spec.value_dim) is not None:
         return None
     from saccade.engine.device.backend import DeviceBackend  # needs Triton

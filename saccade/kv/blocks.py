@@ -91,6 +91,33 @@ class BlockManager(SlotMap):
         return self.storage.format
 
     @property
+    def groups(self) -> tuple[BlockManager, ...]:
+        """Pools of layers whose keys and values lie alike: this one, unless formats differ (see groups.py)."""
+        return (self,)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.layers * self.format.block_bytes // self.format.block_size
+
+    def close(self) -> None:
+        """Tiers give everything back."""
+        for one in self.groups:
+            if one.tiers is not None:
+                one.tiers.close()
+
+    def tier_numbers(self) -> dict[str, float] | None:
+        """What has moved between memory and tiers, and how they stand; None without any. Any thread may ask."""
+        if self.tiers is None:
+            return None
+        numbers: dict[str, float] = {}
+        for one in self.groups:
+            assert one.tiers is not None
+            for name, value in one.tiers.numbers().items():
+                numbers[name] = numbers.get(name, 0) + value
+        return numbers
+
+    @property
     def num_blocks(self) -> int:
         return self._parts
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.format import VERSION, KVFormat
+from saccade.kv.groups import open_kv
 from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import KINDS, kept_dtype, parts_of
@@ -28,19 +29,23 @@ class SavedKV:
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
 
-    def check(self, format: KVFormat, layers: int) -> None:
-        """Raise SaccadeError unless storage of ``format`` with so many layers can take this in. Block sizes may
-        differ."""
+    def check(self, pool: BlockManager) -> None:
+        """Raise SaccadeError unless ``pool`` can take this in. Block sizes may differ."""
         # where nothing is written of them
-        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False, "value_dim": None}
-        stored, own = plain | self.metadata, plain | described(format, layers)
+        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False, "value_dim": None, "others": []}
+        stored, own = plain | self.metadata, plain | described(pool)
         for name, here in own.items():
             if stored.get(name) != here:
                 raise SaccadeError(f"saved KV has {name}={stored.get(name)!r}, but this storage has {here!r}")
 
 
-def described(format: KVFormat, layers: int) -> dict[str, Any]:
+def described(pool: BlockManager) -> dict[str, Any]:
     """What two stores must have in common for KV to go from one to the other."""
+    first, *others = (_described(one.format, one.layers) for one in pool.groups)
+    return first | ({"others": others} if others else {})
+
+
+def _described(format: KVFormat, layers: int) -> dict[str, Any]:
     return {
         "version": VERSION,
         "layers": layers,
@@ -57,37 +62,60 @@ def described(format: KVFormat, layers: int) -> dict[str, Any]:
 def save_kv(kv: SequenceKV) -> SavedKV:
     """All that is stored, as copies on the storage's device. SaccadeError within a step, or where a block is not
     resident."""
-    length = kv.between_steps("saved")
-    views = [kv.view(layer) for layer in range(kv.layers)]
-    tensors = {name: torch.stack(part) for name, part in _parts(views, 0, length)}
-    return SavedKV(tensors | kv.known.save(), described(kv.pool.format, kv.layers) | {"length": length})
+    length, tensors = kv.between_steps("saved"), dict[str, Tensor]()
+    for number, part in enumerate(kv.parts):
+        rows = {name: torch.stack(own) for name, own in _parts(_views(part), 0, length)}
+        tensors |= _of_group(number, rows | part.known.save())
+    return SavedKV(tensors, described(kv.pool) | {"length": length})
 
 
 def load_kv(pool: BlockManager, saved: SavedKV) -> SequenceKV:
     """A sequence of ``pool`` with what was saved. Raises SaccadeError where it does not fit the pool's format or
     layers, CapacityError, taking nothing, where the pool is short."""
-    saved.check(pool.format, pool.layers)
+    saved.check(pool)
     length: Any = saved.metadata.get("length")
     if not whole_number(length, 0):
         raise SaccadeError(f"saved KV of {shown(length, 40)} tokens")
-    keys, values = _rows(saved.tensors, pool.format, pool.layers, length)
-    check_summaries(saved.tensors, pool.format, pool.layers, length)
-    own = SequenceKV(pool)
-    own.reserve(length)
+    given = [_in_group(number, saved.tensors) for number in range(len(pool.groups))]
+    rows = [_rows(one, group.format, group.layers, length) for one, group in zip(given, pool.groups)]
+    for one, group in zip(given, pool.groups):
+        check_summaries(one, group.format, group.layers, length)
+    kv = open_kv(pool)
+    kv.reserve(length)
     device = pool.storage.device
-    for layer, (k, v) in enumerate(zip(keys, values)):
-        own.append(layer, *_sent(k, v, device))
-    own.known.load(saved.tensors, device)
-    return own
+    for part, (keys, values), one in zip(kv.parts, rows, given):
+        for layer, (k, v) in enumerate(zip(keys, values)):
+            part.append(layer, *_sent(k, v, device))
+        part.known.load(one, device)
+    return kv
 
 
 def copy_rows(kv: SequenceKV, start: int, stop: int) -> dict[str, Tensor]:
     """Tokens ``start .. stop - 1`` as copies on the host: ``k`` and ``v`` [layers, kv_heads, stop - start, head_dim],
     and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers, blocks, parts,
-    kv_heads, head_dim]."""
-    views = [kv.view(layer) for layer in range(kv.layers)]
-    tensors = {name: torch.stack(part).cpu() for name, part in _parts(views, start, stop)}
-    return tensors | kv.known.rows(start, stop)
+    kv_heads, head_dim]; those of another group of layers than the first under its number, as ``1/k``."""
+    tensors: dict[str, Tensor] = {}
+    for number, part in enumerate(kv.parts):
+        rows = {name: torch.stack(own).cpu() for name, own in _parts(_views(part), start, stop)}
+        tensors |= _of_group(number, rows | part.known.rows(start, stop))
+    return tensors
+
+
+def _of_group(number: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As they are called among those of all groups."""
+    return {f"{number}/{name}" if number else name: one for name, one in tensors.items()}
+
+
+def _in_group(number: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The other way round."""
+    if not number:
+        return {name: one for name, one in tensors.items() if not name[0].isdigit()}
+    start = f"{number}/"
+    return {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
+
+
+def _views(kv: SequenceKV) -> list[KVView]:
+    return [kv.view(layer) for layer in range(kv.layers)]
 
 
 def _parts(views: Sequence[KVView], start: int, stop: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
@@ -98,14 +126,19 @@ def _parts(views: Sequence[KVView], start: int, stop: int) -> Iterator[tuple[str
 def append_rows(kv: SequenceKV, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
     """Append what :func:`copy_rows` gave of the tokens that follow, ``count`` of them where it is known. CapacityError,
     changing nothing, where the pool is short; SaccadeError for rows of another shape or type."""
-    start, format = kv.length, kv.pool.format
-    k, v = _rows(tensors, format, kv.layers, count)
-    check_summaries(tensors, format, kv.layers, k.shape[2], by_layer=False)
-    kv.reserve(start + k.shape[2])
+    start, found = kv.length, list[tuple[SequenceKV, dict[str, Tensor], tuple[Tensor, Tensor]]]()
+    for number, part in enumerate(kv.parts):
+        given, format = _in_group(number, tensors), part.pool.format
+        rows = _rows(given, format, part.layers, count)
+        count = rows[0].shape[2]
+        check_summaries(given, format, part.layers, count, by_layer=False)
+        found.append((part, given, rows))
+    kv.reserve(start + (count or 0))
     device = kv.pool.storage.device
-    for layer in range(kv.layers):
-        kv.append(layer, *_sent(k[layer], v[layer], device))
-    kv.known.append_rows(tensors, start, device)
+    for part, given, (k, v) in found:
+        for layer in range(part.layers):
+            part.append(layer, *_sent(k[layer], v[layer], device))
+        part.known.append_rows(given, start, device)
 
 
 def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: int | None) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ class SequenceKV:
     def __init__(self, pool: BlockManager) -> None:
         self.pool = pool
         self.id = pool.new_owner()
+        self._own: tuple[SequenceKV, ...] = (self,)
         self._version = 0
         self._format = pool.format
         self._size = pool.format.block_size
@@ -37,6 +38,11 @@ class SequenceKV:
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
         self._hints: dict[int, int] = {}  # of tiered views
         self._charged = 0  # bytes of summaries that the pool's tiers know of
+
+    @property
+    def parts(self) -> tuple[SequenceKV, ...]:
+        """One for each of the pool's groups."""
+        return self._own
 
     @property
     def version(self) -> int:

@@ -40,11 +40,12 @@ class DecodeStep:
         ``states``: the rows', for layers that keep one."""
         runner, kernels, llama = self.runner, self._kernels, self._llama
         hidden = runner.embed(token_ids)
+        embedded = runner.embed_by_layer(token_ids, hidden)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
             given = ctx if runner.turns is None else TurnedContext(ctx)
             for index in range(runner.depth):
-                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states)
+                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states, embedded)
             return runner.logits(hidden if wanted is None else hidden[wanted])
         delta = None
         for index, layer in enumerate(kernels.layers):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ModelError, shown
 from saccade.models.checkpoint import GGUF_LINK, Checkpoint, open_checkpoint, open_config
-from saccade.models.families import FAMILIES, configured_windows, keeping_layers
+from saccade.models.families import FAMILIES, configured_shapes, configured_windows, keeping_layers
 from saccade.models.headers import MOST_LAYERS, described_model, refuse_absent_or_other
 from saccade.models.hf_config import checked_config, max_position
 from saccade.models.keeping import KeepingLayers
@@ -36,7 +36,9 @@ class ModelFacts:
     as the config lets expect. ``context``: the longest sequence in tokens. ``windows``: layers that read a window of it
     alone, whose sizes ``layer_windows`` has, None for the others. ``step_share``: of the weights' bytes, those that a
     decode step of one sequence reads: no embedding that is no head too, and of experts those of one token.
-    ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``; ``state_bytes``: of what
+    ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``, and ``layer_bytes`` in each;
+    ``shapes``, where layers differ: each one's KV heads and head_dim, of which ``kv_heads`` and ``head_dim`` are the
+    first's; ``state_bytes``: of what
     ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without one.
     ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules. ``latent``: whether
     what is kept of a token is a latent, a row of ``head_dim`` channels which all heads share."""
@@ -64,7 +66,9 @@ class ModelFacts:
     tokenizer: str | None
     chat_template: bool
     own_loop: bool
+    layer_bytes: tuple[int, ...]
     latent: bool = False
+    shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -83,11 +87,10 @@ class ModelFacts:
     def kv_bytes(self, tokens: int, windowed: bool | None = None) -> int:
         """Of keys and values that a decode step reads after so many tokens, by each layer's window; of layers with a
         window alone, or of those without."""
-        some = [one for one in self.layer_windows if windowed is None or (one is not None) == windowed]
-        return (
-            self.token_bytes
-            // len(self.layer_windows)
-            * sum(tokens if one is None else min(tokens, one) for one in some)
+        return sum(
+            size * (tokens if one is None else min(tokens, one))
+            for size, one in zip(self.layer_bytes, self.layer_windows)
+            if windowed is None or (one is not None) == windowed
         )
 
     def gain(self, tokens: int, read: float) -> float:
@@ -167,12 +170,13 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
     else:
         for tensor in header.tensors:
             formats[tensor.kind] += tensor.nbytes
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads, row = config.num_key_value_heads, 2 * head_dim
-    if family.latent:
-        head_dim = row = config.kv_lora_rank + config.qk_rope_head_dim
-        kv_heads = 1
     windows = configured_windows(family, config)
+    if family.latent:
+        shapes = ((1, config.kv_lora_rank + config.qk_rope_head_dim),) * len(windows)
+    elif not (shapes := configured_shapes(family, config)):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shapes = ((config.num_key_value_heads, head_dim),) * len(windows)
+    each = tuple((1 if family.latent else 2) * heads * width * dtype.itemsize for heads, width in shapes)
     keeps = bool(keeping_layers(family, config))
     with quiet_transformers():
         states = KeepingLayers(model.get_decoder().layers, family, config).format if keeps else None
@@ -185,8 +189,9 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         parameters=sum(one.numel() for one in checkpoint.shapes.values()) if here else sum(numbers.values()),
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        kv_heads=shapes[0][0],
+        head_dim=shapes[0][1],
+        shapes=shapes if len(set(shapes)) > 1 else (),
         context=max_position(config),
         windows=sum(window is not None for window in windows),
         layer_windows=windows,
@@ -197,7 +202,8 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         step_share=_read_each_step(config, numbers) / max(1, sum(numbers.values())),
         state_layers=0 if states is None else states.layers,
         state_bytes=0 if states is None else states.nbytes,
-        token_bytes=len(windows) * kv_heads * row * dtype.itemsize,
+        token_bytes=sum(each),
+        layer_bytes=each,
         latent=family.latent,
         tokenizer=_kind(tokenizer.available, {} if header is None else header.metadata),
         chat_template=tokenizer.available and tokenizer.has_chat_template,

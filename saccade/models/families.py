@@ -72,7 +72,9 @@ class Family:
 
     ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
     inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
-    ``latent``: what layers keep of a token is a latent (models.latent).
+    ``latent``: what layers keep of a token is a latent (models.latent). ``heads_by_layer``: layers have heads of sizes
+    of their own (``config.per_layer_config``). ``layer_embeddings``: each layer is given an embedding of a token of its
+    own (models.layer_embeddings).
     """
 
     model_type: str
@@ -89,6 +91,8 @@ class Family:
     llama_shape: LlamaShape | None = None
     keeping: Keeping | None = None
     latent: bool = False
+    heads_by_layer: bool = False
+    layer_embeddings: bool = False
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
@@ -120,6 +124,15 @@ _CHECKED = (
         windows="layer_types",
         rotary_per_layer_type=True,
         finish_logits=_softcapped,
+    ),
+    Family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        windows="layer_types",
+        rotary_per_layer_type=True,
+        finish_logits=_softcapped,
+        heads_by_layer=True,
+        layer_embeddings=True,
     ),
     Family("phi", "PhiForCausalLM", final_norm="final_layernorm"),
     Family("gpt_oss", "GptOssForCausalLM", windows="layer_types"),
@@ -217,3 +230,11 @@ def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:
     if family.windows == "every_layer":
         return (window,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def configured_shapes(family: Family, config: Any) -> tuple[tuple[int, int], ...]:
+    """Each layer's KV heads and head_dim, where a family's may differ; else nothing."""
+    if not family.heads_by_layer:
+        return ()
+    own = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    return tuple((one.num_key_value_heads, one.head_dim) for one in own)

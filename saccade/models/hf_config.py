@@ -78,7 +78,7 @@ def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
 
 # The rope types the rotary tests cover; a type transformers adds later may depend on more than a row's position.
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn", "longrope", "dynamic"}
-_FIXED_ROPE_TYPES = _ROPE_TYPES - {"longrope", "dynamic"}
+_FIXED_ROPE_TYPES = _ROPE_TYPES - {"longrope", "dynamic"} | {"proportional"}
 
 
 def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:

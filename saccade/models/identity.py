@@ -115,6 +115,7 @@ def identity_of(
             "num_key_value_heads": spec.kv_heads,
             "head_dim": spec.head_dim,
             **({"windows": list(spec.windows)} if any(spec.windows) else {}),
+            **({"shapes": [list(one) for one in spec.shapes]} if spec.shapes else {}),
         },
         lora=lora,
     )
@@ -127,7 +128,8 @@ def meaningful(config: Any) -> dict[str, Any]:
         names = {one.name for one in fields(config)} - {one.name for one in fields(PreTrainedConfig)}
     else:
         names = set(config.to_dict()) - set(PreTrainedConfig().to_dict())
-    kept = {name: _plain(getattr(config, name, None)) for name in sorted(names - _WITHOUT_MEANING)}
+    by_layer = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_attributes", ())  # no value for all layers
+    kept = {name: _plain(getattr(config, name, None)) for name in sorted(names - _WITHOUT_MEANING - set(by_layer))}
     if not any(kind in _ROPE_OF_LENGTH for kind in _rope_types(kept.get("rope_parameters"))):
         kept.pop("max_position_embeddings", None)
     return {name: value for name, value in kept.items() if not _is_off(value)}

@@ -19,7 +19,8 @@ class ModelSpec:
     """The shape of a checkpoint as the engine needs it. ``layers`` are those that attend over keys and values, and only
     these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
     has other layers, too: which of all its ``depth`` layers that is. ``states``: what others keep of a sequence, if
-    any do. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
+    any do. ``shapes[i]``, where layers differ: layer i's KV heads and head_dim, while ``kv_heads`` and ``head_dim`` are
+    the first's. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
     KVFormat."""
 
     family: str
@@ -35,6 +36,11 @@ class ModelSpec:
     states: StateFormat | None = None
     depth: int = 0
     value_dim: int | None = None
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    def shape(self, layer: int) -> tuple[int, int]:
+        """KV heads and head_dim of a layer that attends."""
+        return self.shapes[layer] if self.shapes else (self.kv_heads, self.head_dim)
 
     @property
     def ends_attending(self) -> bool:

@@ -19,12 +19,22 @@ class ModuleLayers:
         self.layers, self._keeping = layers, keeping
 
     def run(
-        self, index: int, hidden: Tensor, positions: Tensor, pair: CosSin, ctx: AttentionContext, pieces: Any = None
+        self,
+        index: int,
+        hidden: Tensor,
+        positions: Tensor,
+        pair: CosSin,
+        ctx: AttentionContext,
+        pieces: Any = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """One layer over ``hidden`` [rows, channels] at ``positions`` [rows] -> [rows, channels]. ``pieces``: the
-        states of the rows' sequences (models.keeping)."""
+        states of the rows' sequences (models.keeping). ``embedded`` [rows, layers, channels]: what each layer is given
+        beside that (models.layer_embeddings)."""
         cos, sin = pair
         given = {"past_key_values": pieces} if index in self._keeping else {}
+        if embedded is not None:
+            given["per_layer_input"] = embedded[None, :, index]
         made = self.layers[index](
             hidden[None],
             attention_mask=None,

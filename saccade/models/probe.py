@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv.states import StateFormat
 from saccade.models.checkpoint import first_line
-from saccade.models.families import Family, attending_layers, configured_windows
+from saccade.models.families import Family, attending_layers, configured_shapes, configured_windows
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
@@ -33,6 +33,7 @@ class LayerShapes:
     places: tuple[int, ...]  # of those that attend, where others do not
     states: StateFormat | None
     value_dim: int | None = None  # see ModelSpec
+    shapes: tuple[tuple[int, int], ...] = ()  # see ModelSpec
 
 
 class _Recorder:
@@ -82,8 +83,11 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
         )
     if [layer for layer, _, _ in recorder.calls] != list(range(layers)):
         raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
-    shapes = {shape for _, shape, _ in recorder.calls}
-    if len(shapes) != 1:
+    shapes = [shape for _, shape, _ in recorder.calls]
+    alike, expected_shapes = len(set(shapes)) == 1, configured_shapes(family, config)
+    if tuple((kv_heads, head_dim) for _, kv_heads, head_dim, _ in shapes) != (
+        expected_shapes or ((shapes[0][1], shapes[0][2]),) * layers
+    ):
         raise ModelError(
             f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported"
         )
@@ -98,6 +102,15 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
     for layer, module in enumerate(model.get_decoder().layers):
         if any(getattr(part, "is_causal", True) is False for part in module.modules()):
             raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
-    (heads, kv_heads, head_dim, _) = shapes.pop()
+    heads, kv_heads, head_dim, _ = shapes[0]
     value_dim = config.kv_lora_rank if family.latent else None
-    return LayerShapes(heads, kv_heads, head_dim, windows, () if states is None else places, states, value_dim)
+    return LayerShapes(
+        heads,
+        kv_heads,
+        head_dim,
+        windows,
+        () if states is None else places,
+        states,
+        value_dim,
+        () if alike else expected_shapes,
+    )

@@ -28,7 +28,7 @@ _RECURRENT = (
 )  # fmt: skip
 _LATENT = ("minicpm3", "longcat_flash")
 _SHARED_KV = ("gemma3n", "gemma3n_text")
-_TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+_UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
 _COUNTS = (
@@ -52,20 +52,16 @@ def _shares_keys(config: Config) -> bool:
     return _positive(given) or (given is None and _type_in(*_SHARED_KV)(config))
 
 
-def _has_two_sizes(config: Config) -> bool:
-    """Of Gemma 4, by transformers' defaults for what config.json does not say."""
-    if not _type_in(*_TWO_SIZES)(config):
-        return False
-    own, layers = config.get("head_dim", 256), config.get("per_layer_config")
-    if isinstance(layers, dict):
-        return any(isinstance(one, dict) and one.get("head_dim", own) != own for one in layers.values())
-    return bool(config.get("global_head_dim", 512) != own)
-
-
 def _embeds_by_layer(config: Config) -> bool:
-    """Gemma 3n and 4; Gemma 4's unified models have none."""
-    with_them = (*_SHARED_KV, *(one for one in _TWO_SIZES if "unified" not in one))
-    return _type_in(*with_them)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
+    return _type_in(*_SHARED_KV)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
+
+
+def _is_not_causal(config: Config) -> bool:
+    """Gemma 4's may be so among the tokens of an image alone."""
+    both = config.get("use_bidirectional_attention")
+    if both == "vision" and _type_in("gemma4_text")(config):
+        both = None
+    return bool(both) or config.get("is_causal") is False or bool(config.get("prefix_lm"))
 
 
 def _stores_latents(config: Config) -> bool:
@@ -119,7 +115,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
         "the families that are)",
     ),
     (_shares_keys, "keys and values shared between layers"),
-    (_has_two_sizes, "heads of two sizes: layers without a window have wider ones"),
+    (_type_in(*_UNIFIED), "a unified multimodal model, whose text is not held against transformers here"),
     (_embeds_by_layer, "an embedding of every token for each layer, which the layer loop does not hand on"),
     (
         _slides_beside_states,
@@ -141,7 +137,7 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
     ),
     (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
     (
-        lambda c: bool(c.get("use_bidirectional_attention")) or c.get("is_causal") is False or bool(c.get("prefix_lm")),
+        _is_not_causal,
         "attention that is not causal (a mask that carries meaning: bidirectional or prefix-LM)",
     ),
     (

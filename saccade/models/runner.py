@@ -33,6 +33,7 @@ from saccade.models.keeping import KeepingLayers
 from saccade.models.keeping_step import KeptStep, kept_step
 from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
 from saccade.models.latent import use_latents
+from saccade.models.layer_embeddings import LayerEmbeddings
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
@@ -66,6 +67,7 @@ class HFRunner:
         rotary = None if family.rotary is None else getattr(decoder, family.rotary)
         self.rotary = Rotary(rotary, self.config, per_layer_type=family.rotary_per_layer_type)
         self._embedding = decoder.get_input_embeddings()
+        self._by_layer = LayerEmbeddings.of(decoder, self.config) if family.layer_embeddings else None
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
         self.turns: list[KeyTurn] | None = None
@@ -171,7 +173,9 @@ class HFRunner:
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
-        hidden = self.embed(sent(token_ids, device))
+        token_ids = sent(token_ids, device)
+        hidden = self.embed(token_ids)
+        embedded = self.embed_by_layer(token_ids, hidden)
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
         done = False  # without this loop
@@ -200,14 +204,15 @@ class HFRunner:
             following = self._numbers[index + 1] if index + 1 < self.depth else None
             if ahead is not None and following is not None:
                 ahead.visit(following, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
-            rows, where, pair, live = hidden, positions, rotary.layers[index], None
+            rows, where, pair, own, live = hidden, positions, rotary.layers[index], embedded, None
             if frozen is not None and freezes:
                 live = self._store_frozen(index, hidden, positions, rotary, ctx, frozen)
                 if not live.numel():
                     continue
                 rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
+                own = None if embedded is None else embedded[live]
             if llama is None:
-                rows = self.modules.run(index, rows, where, pair, given, pieces)
+                rows = self.modules.run(index, rows, where, pair, given, pieces, own)
             else:
                 layer = llama.kernels(len(rows)).layers[index]
                 q, k, v = layer.project(rows, *pair, delta)
@@ -263,6 +268,11 @@ class HFRunner:
             hidden = hidden * getattr(self.config, self.family.scale_embedding)
         return hidden
 
+    def embed_by_layer(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
+        """What each layer is given beside ``hidden``, as the first is given that: [rows, layers, channels]; None of
+        most models."""
+        return None if self._by_layer is None else self._by_layer.rows(token_ids, hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, channels], as the last layer leaves it -> float32 [rows, vocab_size]."""
         if self.llama is not None:
@@ -291,7 +301,8 @@ class HFRunner:
         if stored.numel():
             ctx.store(number, *self._project(index, hidden, positions, rotary, stored)[1:])
         else:
-            none = hidden.new_empty(self.spec.kv_heads, 0, self.spec.head_dim)
+            heads, width = self.spec.shape(number)
+            none = hidden.new_empty(heads, 0, width)
             ctx.store(number, none, none)
         return live
 

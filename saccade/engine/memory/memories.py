@@ -118,7 +118,7 @@ class Memories(dict[int, SequenceMemory]):
     def check_kv(self, sequence: int, saved: SavedKV) -> None:
         """SaccadeError unless keys and values so described can be taken in."""
         kv = self[sequence].kv
-        saved.check(kv.pool.format, kv.layers)
+        saved.check(kv.pool)
 
     def load(self, sequence: int, saved: SavedKV) -> HeldBlocks:
         """Keys and values of an empty sequence. CapacityError and SaccadeError as of ``load_kv``."""

@@ -35,9 +35,9 @@ def save_memory(memory: SequenceMemory, segment: int | None, older: Iterable[int
         saved = save_kv(memory.kv)
         kv, rows = saved.metadata, {name: tensor.cpu() for name, tensor in saved.tensors.items()}
     else:
-        length, pool = memory.kv.length, memory.kv.pool
+        length = memory.kv.length
         sealed = length // segment * segment
-        kv = described(pool.format, pool.layers) | {"length": length, "sealed": sealed, "segment": segment}
+        kv = described(memory.kv.pool) | {"length": length, "sealed": sealed, "segment": segment}
         rows = copy_rows(memory.kv, sealed, length)
     tensors = {f"kv/{name}": tensor for name, tensor in rows.items()}
     for name in LISTS:

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.engine.steps.carried import Carried, Weighed
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
-from saccade.kv.sequence import SequenceKV
+from saccade.kv.groups import open_kv
 from saccade.kv.sequence_states import SequenceStates
 from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
@@ -73,7 +73,7 @@ class SequenceMemory:
     gets them back on the host, and the next recorded step opens another."""
 
     def __init__(self, pool: BlockManager) -> None:
-        self.kv = SequenceKV(pool)
+        self.kv = open_kv(pool)
         self.kept = None if pool.states is None else SequenceStates(pool.states)
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None

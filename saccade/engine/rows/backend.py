@@ -26,6 +26,7 @@ from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
 ONE_BY_ONE = "its backend, or a GPU, has no call for rows of many requests"
+SEVERAL_FORMATS = "layers have heads of more than one size, and a call for rows of many requests reads one table"
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
 
 
@@ -79,7 +80,9 @@ class HostBackend:
         gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
-        if storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
+        if joined and len(joined[0].memory.kv.parts) > 1:
+            attention.why_apart = SEVERAL_FORMATS
+        elif storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
             attention.why_apart = ONE_BY_ONE
         elif frozen is not None and joined[-1].first > _earliest(frozen, spec.layers):
             attention.why_apart = "rows before it are frozen in some layers"  # it moves up where they are left out
