@@ -1,4 +1,4 @@
-"""Random models of every family whose layers keep a state, against transformers: ``make hybrids``.
+"""Random models of every family whose layers differ in what they keep, against transformers: ``make hybrids``.
 
     PYTHONPATH=tests python -m hybrid_configs --count 30
 
@@ -34,6 +34,7 @@ from tiny_models import make_checkpoint, oracle, oracle_logits, random_ids
 from saccade import LLM, SamplingParams
 from saccade.models.families import FAMILIES
 
+OTHERS = ("gemma4_text",)  # whose layers differ otherwise
 KEEPING = tuple(name for name, family in FAMILIES.items() if family.keeping is not None)
 CLOSE = 1e-4
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=8)
@@ -53,6 +54,8 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         "hidden_size": rng.choice((64, 96, 160)) if family.startswith("qwen") else heads * head_dim,
         "intermediate_size": rng.choice((48, 64, 160)),
     }
+    if family == "gemma4_text":
+        return sizes | _gemma4(layers, head_dim, rng)
     keeping = FAMILIES[family].keeping
     assert keeping is not None
     if family == "nemotron_h":
@@ -82,6 +85,31 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         sizes["mlp_only_layers"] = sorted(rng.sample(range(layers), rng.randint(0, layers)))
     if family == "lfm2_moe":
         sizes["num_dense_layers"] = rng.randint(0, layers)
+    return sizes
+
+
+def _gemma4(layers: int, head_dim: int, rng: random.Random) -> dict[str, Any]:
+    """Layers without a window have heads of another size, most of the time; some layers read an earlier one's keys."""
+    heads = 12
+    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    kinds[rng.randrange(layers - 1)] = "sliding_attention"
+    sizes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "hidden_size": rng.choice((64, 96)),
+        "layer_types": [*kinds[:-1], "full_attention"],
+        "sliding_window": rng.choice((5, 16, 33)),
+        "head_dim": head_dim,
+        "global_head_dim": rng.choice((head_dim, 2 * head_dim, 48)),
+        "attention_k_eq_v": rng.random() < 0.5,
+        "num_global_key_value_heads": rng.choice((None, 1, 2, 3)),
+        "hidden_size_per_layer_input": rng.choice((0, 8, 24)),
+        "final_logit_softcapping": rng.choice((None, 10.0)),
+        "use_bidirectional_attention": rng.choice((None, "vision")),
+    }
+    if rng.random() < 0.5:
+        experts = rng.choice((2, 4, 8))
+        sizes |= {"enable_moe_block": True, "num_experts": experts, "moe_intermediate_size": rng.choice((16, 32))}
+        sizes |= {"top_k_experts": rng.randint(1, experts)}
     return sizes
 
 
@@ -178,7 +206,9 @@ def hold(family: str, seed: int, folder: Path) -> float:
         _drafted(theirs, (chunks, packed), prompts)
         for llm in (chunks, packed):
             llm.reset_prefix_cache()
-            assert (llm.pool.used_blocks, llm.pool.states.used, llm.pool.states.pinned) == (0, 0, 0)
+            assert [one.used_blocks for one in llm.pool.groups] == [0] * len(llm.pool.groups)
+            states = llm.pool.states
+            assert states is None or (states.used, states.pinned) == (0, 0)
     finally:
         chunks.close()
         packed.close()
@@ -257,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30, help="configs of each family")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("families", nargs="*", default=KEEPING)
+    parser.add_argument("families", nargs="*", default=(*KEEPING, *OTHERS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0

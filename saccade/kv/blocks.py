@@ -55,6 +55,7 @@ class BlockManager(SlotMap):
         states: StatePool | None = None,
     ) -> None:
         self.states = states
+        self.places: tuple[tuple[int, int], ...] = tuple((0, layer) for layer in range(layers))  # group, number there
         if layers_apart and tier is None:
             raise SaccadeError("layers_apart=True shares out slots between layers that move their parts: give a tier")
         self._parts = storage.num_blocks

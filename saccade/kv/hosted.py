@@ -35,6 +35,11 @@ class CellPool:
     absent: int = 0
 
     @property
+    def groups(self) -> tuple[CellPool, ...]:
+        """See BlockManager: all layers lie alike."""
+        return (self,)
+
+    @property
     def format(self) -> KVFormat:
         return self.storage.format
 
@@ -65,6 +70,11 @@ class HostedKV:
     def length(self) -> int:
         """Tokens stored, those of the step at hand among them."""
         return self._kv.length
+
+    @property
+    def parts(self) -> tuple[HostedKV, ...]:
+        """See SequenceKV."""
+        return (self,)
 
     @property
     def block_table(self) -> Tensor:

@@ -63,9 +63,15 @@ class Calibrations:
             stored = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise PolicyError(f"calibration {file} cannot be used ({error}); make it again with: {command}") from None
-        spec = self.spec
-        shapes = KINDS[kind].shapes(spec.heads * self._ranks, spec.kv_heads * self._ranks, spec.head_dim)
-        wanted = {f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes.items()}
+        spec, ranks = self.spec, self._ranks
+
+        def shapes(layer: int, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+            kv_heads, head_dim = spec.shape(layer)
+            return KINDS[kind].shapes(spec.heads * ranks, kv_heads * ranks, head_dim)
+
+        wanted = {
+            f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes(layer, ranks).items()
+        }
         if {key: tuple(tensor.shape) for key, tensor in stored.items()} != wanted:
             raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")
         odd = [key for key, tensor in stored.items() if tensor.dtype != torch.float32 or not tensor.isfinite().all()]
@@ -73,9 +79,12 @@ class Calibrations:
             raise PolicyError(
                 f"calibration {file}: {odd[0]} holds what are no finite float32 numbers; make it again with: {command}"
             )
-        parts = shapes if kind in OF_LAYERS else KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
         return [
-            {name: self._own(stored[f"{layer}.{name}"], parts[name]) for name in shapes} for layer in range(spec.layers)
+            {
+                name: self._own(stored[f"{layer}.{name}"], shape)
+                for name, shape in shapes(layer, ranks if kind in OF_LAYERS else 1).items()
+            }
+            for layer in range(spec.layers)
         ]
 
     def _own(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

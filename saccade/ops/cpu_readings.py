@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,6 +47,12 @@ class Readings:
         ruled = [one.choice for one in kinds if one.ruled]
         self.units = max((one.units for one in ruled if one is not None), default=0)  # of stopping rules
 
+    def of_layers(self, layers: Sequence[int]) -> Readings:
+        """Of some of the layers, as a plan of these alone."""
+        own = copy(self)
+        own._layers = [self._layers[layer] for layer in layers]
+        return own
+
     def of(self, length: int) -> list[Any]:
         """By layer, what a row that sees ``length`` keys reads: a struct Keys or BlockChoice."""
         if len(self._calls) == 1:
@@ -76,6 +83,10 @@ class Seen(Readings):
         self._cones, self.units = cones, 0
         self._grid = math.gcd(*(cone.block_size for cone in cones if cone is not None))
         self._ends: tuple[int, list[tuple[int, int]]] = -1, []  # of rows of one block: sinks and start of each layer
+
+    def of_layers(self, layers: Sequence[int]) -> Readings:
+        """See Readings."""
+        return Seen([self._cones[layer] for layer in layers])
 
     def of(self, length: int) -> list[Any]:
         """See Readings."""

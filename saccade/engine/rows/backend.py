@@ -26,7 +26,7 @@ from saccade.models.runner import HFRunner
 from saccade.ops import cpu_rows
 
 ONE_BY_ONE = "its backend, or a GPU, has no call for rows of many requests"
-SEVERAL_FORMATS = "layers have heads of more than one size, and a call for rows of many requests reads one table"
+SEVERAL_TIERS = "layers have heads of more than one size, and tiers of their own"
 LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
 
 
@@ -80,8 +80,9 @@ class HostBackend:
         gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         storage = joined[0].memory.kv.pool.storage if joined else None
-        if joined and len(joined[0].memory.kv.parts) > 1:
-            attention.why_apart = SEVERAL_FORMATS
+        pool = joined[0].memory.kv.pool if joined else None
+        if pool is not None and len(pool.groups) > 1 and pool.tiers is not None:
+            attention.why_apart = SEVERAL_TIERS
         elif storage is None or not cpu_rows.stores(storage.k, storage.format, setting.backend):
             attention.why_apart = ONE_BY_ONE
         elif frozen is not None and joined[-1].first > _earliest(frozen, spec.layers):

@@ -17,6 +17,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows
+from saccade.ops.cpu_readings import Readings
 from saccade.ops.layer_rows import WholeLayers
 
 
@@ -31,29 +32,39 @@ class JoinedRows:
         own_products: bool = False,
     ) -> None:
         self.setting, self.plans = setting, plans
-        self.storage = rows[0].memory.kv.pool.storage
+        self._pool = rows[0].memory.kv.pool
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
         self.why_chosen: dict[int, str] = {}  # by their id()
         self.ran_whole = False  # whether one call ran all layers
-        planned: list[PlannedRow] = []
+        planned: list[tuple[RequestRows, FixedRow | None]] = []
         for number, one in enumerate(rows):
             fixed = plans.of(one)
             if isinstance(fixed, FixedRow):
                 self.fixed.append((number, fixed))
-                planned.append(_planned(one, fixed))
+                planned.append((one, fixed))
             else:
                 self.why_chosen[id(one)] = fixed
                 self.chosen.append(one)
-                planned.append(_planned(one, None))
-        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products, self.storage.format.dtype)
+                planned.append((one, None))
+        self._rows = [
+            PlannedRows(
+                [_planned(one, fixed, group) for one, fixed in planned],
+                own.storage.k,
+                own.storage.v,
+                own_products,
+                own.format.dtype,
+            )
+            for group, own in enumerate(self._pool.groups)
+        ]
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 
     @property
     def planned(self) -> PlannedRows:
-        """The rows as the kernels know them."""
-        return self._rows
+        """The rows as the kernels know them, where all layers lie alike."""
+        (rows,) = self._rows
+        return rows
 
     def run(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor | None = None
@@ -66,20 +77,22 @@ class JoinedRows:
             out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         if layer == 0:
             self.settle_fixed(q, spec)
-        given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
+        group, own = self._pool.places[layer] if len(self._rows) > 1 else (0, layer)
+        planned = self._rows[group]
+        given = own, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
         clock = setting.watch.clock
         if clock is None:
-            self._rows.run(*given)
+            planned.run(*given)
         else:
             clock.begin("attention")
             share = 0.0
             try:
-                share = self._rows.run(*given, watched=True)
+                share = planned.run(*given, watched=True)
             finally:
                 clock.end({"selection": share})
         if self.fixed and setting.watch.audits:
             for _, row in self.fixed:
-                self._audit(row.rows, layer, q, spec, out, self._rows.lse)
+                self._audit(row.rows, layer, q, spec, out, planned.lse)
         if layer == setting.spec.layers - 1:
             self._count()
         joins = spec.sinks is None and len(self.chosen) > 1 and self._joins(q, self.chosen[0], layer)
@@ -116,16 +129,16 @@ class JoinedRows:
         """See models.interface.WholeRows, for rows of which none is chosen for and none audited."""
         q = layers.queries(hidden.shape[0])
         self.settle_fixed(q, next((one for one in attention if one.sinks is not None), attention[0]))
-        if self.chosen:
+        if self.chosen or len(self._rows) > 1:
             return False
         clock, given = self.setting.watch.clock, (layers, hidden, q, rotary, self.setting.threads)
         if clock is None:
-            self._rows.run_layers(*given)
+            self.planned.run_layers(*given)
         else:
             clock.begin("linear")
             shares = 0.0, 0.0
             try:
-                shares = self._rows.run_layers(*given, watched=True)
+                shares = self.planned.run_layers(*given, watched=True)
             finally:
                 clock.end(dict(zip(("attention", "selection"), shares)))
         self._count()
@@ -136,7 +149,7 @@ class JoinedRows:
         """All rows that need no help were attended in every layer."""
         backend = f"cpu/{cpu.isa()}"
         for number, row in self.fixed:
-            self.plans.count(row, backend, self._rows.ruled(number))
+            self.plans.count(row, backend, self._rows[0].ruled(number))
 
     def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor, lse: Tensor) -> None:
         audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
@@ -177,11 +190,17 @@ class JoinedRows:
                 one.rows.failed(layer, error)
 
 
-def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
-    """A row's part of the step, its keys not stored yet."""
+def _planned(rows: RequestRows, fixed: FixedRow | None, group: int) -> PlannedRow:
+    """A row's part of the step in a group of layers, its keys not stored yet."""
     length, kv, count = rows.scheduled.stop, rows.memory.kv, rows.scheduled.length
     if fixed is None:
-        return PlannedRow(rows.first, length - count, kv.tables, length=count)
+        return PlannedRow(rows.first, length - count, kv.parts[group].tables, length=count)
+    if len(kv.parts) > 1:  # it chooses nothing
+        assert isinstance(fixed.reads, Readings)
+        layers = [layer for layer, (own, _) in enumerate(kv.pool.places) if own == group]
+        return PlannedRow(
+            rows.first, length - count, kv.parts[group].tables, fixed.reads.of_layers(layers), length=count, region=REGION
+        )
     if rows.together:
         weighed = rows.weighed() if fixed.weighs else None
         peaks = None if weighed is None else weighed.peaks

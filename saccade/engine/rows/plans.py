@@ -31,6 +31,7 @@ from saccade.selection.readings import Everything
 from saccade.selection.visible import VisibleKeys
 
 PLANS = 4096  # of methods used last
+SEVERAL_SIZES = "layers have heads of more than one size"
 
 
 class Prepared(NamedTuple):
@@ -73,6 +74,9 @@ class FixedPlans:
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         prepared = self._plan(method, length <= self._least_window)
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
+        if self.setting.spec.shapes:  # a plan that chooses says for how many KV heads, and states have as many
+            alike = fixed is not None and fixed.plan.choice is None and fixed.plan.blocks is None
+            return fixed if fixed is not None and alike else SEVERAL_SIZES
         if fixed is not None:
             return fixed
         state = rows.memory.on_host(method, length)  # what its method has told the kernels of its state
@@ -147,7 +151,7 @@ class FixedPlans:
 
     def _weighs(self, method: Method) -> bool:
         """Whether the next draft is to know where rows under ``method`` looked."""
-        if not isinstance(method, Verified):
+        if not isinstance(method, Verified) or self.setting.spec.shapes:
             return False
         prepared = self._plan(method.draft, False)
         if isinstance(prepared, str) or prepared.readings is None:
