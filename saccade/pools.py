@@ -32,7 +32,7 @@ def make_pool(
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
-    spec, layers, layout = model.spec, model.spec.layers, layout_of(config, model)
+    spec, layers, layout = model.spec, model.spec.stored, layout_of(config, model)
     per_block = layout.block_bytes
     useful = config.max_requests * layers * layout.blocks(max_model_len)
     found = None
@@ -67,7 +67,7 @@ def make_pool(
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)
     else:
-        return BlockManager(storage, layers, states=kept), found
+        return BlockManager(storage, layers, states=kept, reads=spec.reads), found
     pool = BlockManager(
         storage,
         layers,
@@ -77,6 +77,7 @@ def make_pool(
         debug=debug.ON,
         layers_apart=config.kv_pool == "per_layer",
         states=kept,
+        reads=spec.reads,
     )
     return pool, found
 

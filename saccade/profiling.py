@@ -71,12 +71,12 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     free = _free(device)
     if device.type == "cpu" and config.kv_host is not None:  # it lies in the same memory
         free -= parse_bytes(config.kv_host, "kv_host")
-    storage = KVStorage(layout, blocks * model.spec.layers, device, row_mover(device))
+    storage = KVStorage(layout, blocks * model.spec.stored, device, row_mover(device))
     storage.k.zero_()  # so that its memory is there before the run
     storage.v.zero_()
     kept = model.spec.states
     states = None if kept is None else StatePool(kept, config.max_requests + 1, device)
-    pool = BlockManager(storage, model.spec.layers, states=states)
+    pool = BlockManager(storage, model.spec.stored, states=states, reads=model.spec.reads)
     exact = model.spec.dtype == torch.float32 if config.exact is None else config.exact
     before, known = _taken(device), _begin(device)
     try:
@@ -94,7 +94,7 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     share = SHARE["cuda" if device.type == "cuda" else "cpu"]
     left = math.floor(share * free) - steps
     found = MemoryProfile(free, share, steps, left, rows, decoding, time.perf_counter() - began, known)
-    if left < layout.block_bytes * model.spec.layers:
+    if left < layout.block_bytes * model.spec.stored:
         raise CapacityError(f"kv_memory={PROFILE!r}: {found}; lower prefill_chunk or max_requests")
     return found
 

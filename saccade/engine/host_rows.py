@@ -56,7 +56,13 @@ class JoinedRows:
         return self._rows
 
     def run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory; by default of a new tensor."""

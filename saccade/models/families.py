@@ -72,7 +72,9 @@ class Family:
 
     ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
     inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
-    ``latent``: what layers keep of a token is a latent (models.latent).
+    ``latent``: what layers keep of a token is a latent (models.latent). ``shares_keys``: the last
+    ``num_kv_shared_layers`` of the config store no keys and values, but each reads those that the last layer of its
+    type before them has stored. ``embeds_by_layer``, ``streams``: see models.streams.
     """
 
     model_type: str
@@ -89,6 +91,9 @@ class Family:
     llama_shape: LlamaShape | None = None
     keeping: Keeping | None = None
     latent: bool = False
+    shares_keys: bool = False
+    embeds_by_layer: bool = False
+    streams: bool = False
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
@@ -120,6 +125,16 @@ _CHECKED = (
         windows="layer_types",
         rotary_per_layer_type=True,
         finish_logits=_softcapped,
+    ),
+    Family(
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        windows="layer_types",
+        rotary_per_layer_type=True,
+        finish_logits=_softcapped,
+        shares_keys=True,
+        embeds_by_layer=True,
+        streams=True,
     ),
     Family("phi", "PhiForCausalLM", final_norm="final_layernorm"),
     Family("gpt_oss", "GptOssForCausalLM", windows="layer_types"),
@@ -205,6 +220,17 @@ def attending_layers(family: Family, config: Any) -> tuple[int, ...]:
         return tuple(range(config.num_hidden_layers))
     kinds = config.layer_types or ()
     return tuple(at for at in range(config.num_hidden_layers) if at >= len(kinds) or kinds[at] not in keeping.known)
+
+
+def read_layers(family: Family, config: Any) -> tuple[int, ...]:
+    """By layer, whose keys and values it reads (interface.ModelSpec.reads); empty where each reads its own."""
+    shared = getattr(config, "num_kv_shared_layers", 0) if family.shares_keys else 0
+    if not shared:
+        return ()
+    kinds = config.layer_types
+    stored = config.num_hidden_layers - shared
+    last = {kind: at for at, kind in enumerate(kinds[:stored])}
+    return (*range(stored), *(last[kind] for kind in kinds[stored:]))
 
 
 def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:

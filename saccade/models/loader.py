@@ -280,6 +280,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         states=layers.states,
         depth=config.num_hidden_layers,
         value_dim=layers.value_dim,
+        reads=layers.reads,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv.states import StateFormat
 from saccade.models.checkpoint import first_line
-from saccade.models.families import Family, attending_layers, configured_windows
+from saccade.models.families import Family, attending_layers, configured_windows, read_layers
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
@@ -33,18 +33,23 @@ class LayerShapes:
     places: tuple[int, ...]  # of those that attend, where others do not
     states: StateFormat | None
     value_dim: int | None = None  # see ModelSpec
+    reads: tuple[int, ...] = ()  # see ModelSpec
 
 
 class _Recorder:
     """An attention context that notes each call and answers with zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, tuple[int, int, int, int], LayerAttention]] = []
+        self.calls: list[tuple[int, tuple[int, int], LayerAttention]] = []  # heads and channels of queries
+        self.stored: dict[int, tuple[int, int]] = {}  # KV heads and channels, of layers that store keys
         self.finite = True
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v))
-        self.calls.append((layer, (q.shape[0], k.shape[0], k.shape[-1], v.shape[-1]), spec))
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v) if t is not None)
+        self.calls.append((layer, (q.shape[0], q.shape[-1]), spec))
+        if k is None or v is None:
+            return torch.zeros_like(q)
+        self.stored[layer] = k.shape[0], k.shape[-1]
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:
             raise ModelError(
                 f"layer {layer} has keys of shape {tuple(k.shape)} and values of {tuple(v.shape)}; only equal shapes "
@@ -82,8 +87,14 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
         )
     if [layer for layer, _, _ in recorder.calls] != list(range(layers)):
         raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
-    shapes = {shape for _, shape, _ in recorder.calls}
-    if len(shapes) != 1:
+    reads = read_layers(family, config) or tuple(range(layers))
+    if sorted(recorder.stored) != sorted(set(reads)):
+        raise ModelError(
+            f"{family.model_type}: layers {sorted(recorder.stored)} store keys and values, but config.json implies "
+            f"{sorted(set(reads))}; make num_kv_shared_layers and layer_types agree with the weights"
+        )
+    shapes, stored = {shape for _, shape, _ in recorder.calls}, set(recorder.stored.values())
+    if len(shapes) != 1 or len(stored) != 1:
         raise ModelError(
             f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported"
         )
@@ -98,6 +109,8 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
     for layer, module in enumerate(model.get_decoder().layers):
         if any(getattr(part, "is_causal", True) is False for part in module.modules()):
             raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
-    (heads, kv_heads, head_dim, _) = shapes.pop()
+    (heads, _), (kv_heads, head_dim) = shapes.pop(), stored.pop()
     value_dim = config.kv_lora_rank if family.latent else None
-    return LayerShapes(heads, kv_heads, head_dim, windows, () if states is None else places, states, value_dim)
+    places = () if states is None else places
+    reads = read_layers(family, config)
+    return LayerShapes(heads, kv_heads, head_dim, windows, places, states, value_dim, reads)

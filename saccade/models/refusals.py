@@ -27,7 +27,6 @@ _RECURRENT = (
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("minicpm3", "longcat_flash")
-_SHARED_KV = ("gemma3n", "gemma3n_text")
 _TWO_SIZES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
@@ -47,9 +46,9 @@ def _positive(value: Any) -> bool:
 
 
 def _shares_keys(config: Config) -> bool:
-    """Whether some layers read an earlier one's keys; Gemma 3n's do where config.json does not say."""
-    given = config.get("num_kv_shared_layers")
-    return _positive(given) or (given is None and _type_in(*_SHARED_KV)(config))
+    """Whether some layers read an earlier one's keys, in a family of which that is not known."""
+    family = FAMILIES.get(config["model_type"])
+    return _positive(config.get("num_kv_shared_layers")) and not (family is not None and family.shares_keys)
 
 
 def _has_two_sizes(config: Config) -> bool:
@@ -63,8 +62,8 @@ def _has_two_sizes(config: Config) -> bool:
 
 
 def _embeds_by_layer(config: Config) -> bool:
-    """Gemma 3n and 4; Gemma 4's unified models have none."""
-    with_them = (*_SHARED_KV, *(one for one in _TWO_SIZES if "unified" not in one))
+    """Gemma 4; its unified models have none."""
+    with_them = tuple(one for one in _TWO_SIZES if "unified" not in one)
     return _type_in(*with_them)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
 
 

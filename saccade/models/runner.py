@@ -36,6 +36,7 @@ from saccade.models.latent import use_latents
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
+from saccade.models.streams import surroundings
 
 SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 
@@ -59,7 +60,9 @@ class HFRunner:
         self.keeping = KeepingLayers(decoder.layers, family, self.config) if keeps else None
         if family.latent:
             use_latents(decoder.layers)
-        self.modules = ModuleLayers(decoder.layers, () if self.keeping is None else self.keeping.places)
+        places = () if self.keeping is None else self.keeping.places
+        self.modules = ModuleLayers(decoder.layers, places, family.shares_keys)
+        self.around = surroundings(decoder, family.streams, family.embeds_by_layer)
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
         self._numbers = [numbers.get(place) for place in range(self.depth)]
@@ -171,7 +174,9 @@ class HFRunner:
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
-        hidden = self.embed(sent(token_ids, device))
+        token_ids = sent(token_ids, device)
+        embedded = self.embed(token_ids)
+        hidden, beside = self.around.begin(embedded), self.around.by_layer(token_ids, embedded)
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
         done = False  # without this loop
@@ -196,18 +201,20 @@ class HFRunner:
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None and number is not None:
-                inputs.visit(number, hidden[sent(inputs.rows, device)])
+                inputs.visit(number, self.around.active(hidden)[sent(inputs.rows, device)])
             following = self._numbers[index + 1] if index + 1 < self.depth else None
             if ahead is not None and following is not None:
                 ahead.visit(following, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
             rows, where, pair, live = hidden, positions, rotary.layers[index], None
+            own = None if beside is None else beside[:, index]
             if frozen is not None and freezes:
                 live = self._store_frozen(index, hidden, positions, rotary, ctx, frozen)
                 if not live.numel():
                     continue
                 rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
+                own = None if own is None else own[live]
             if llama is None:
-                rows = self.modules.run(index, rows, where, pair, given, pieces)
+                rows = self.modules.run(index, rows, where, pair, given, pieces, own)
             else:
                 layer = llama.kernels(len(rows)).layers[index]
                 q, k, v = layer.project(rows, *pair, delta)
@@ -257,17 +264,17 @@ class HFRunner:
                 rows.add_(delta)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``token_ids`` [rows] -> what the first layer is given, [rows, channels]."""
+        """The embedding of ``token_ids`` [rows]: [rows, channels]."""
         hidden = self._embedding(token_ids) if self.llama is None else self.llama.embed(token_ids)
         if self.family.scale_embedding is not None:
             hidden = hidden * getattr(self.config, self.family.scale_embedding)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, channels], as the last layer leaves it -> float32 [rows, vocab_size]."""
+        """``hidden`` [rows, ...], as the last layer leaves it -> float32 [rows, vocab_size]."""
         if self.llama is not None:
             return self.finish_logits(self.llama.kernels(hidden.shape[0]).logits(hidden, None))
-        return self.finish_logits(self._head(self._norm(hidden)))
+        return self.finish_logits(self._head(self._norm(self.around.end(hidden))))
 
     def finish_logits(self, raw: Tensor) -> Tensor:
         """The head's output as float32 logits, after the family's last step, which runs in the model's dtype."""
@@ -288,8 +295,11 @@ class HFRunner:
         assert number is not None, "rows skip layers that attend"
         skip = frozen.skip(number)
         stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & frozen.projected, ~skip))
-        if stored.numel():
-            ctx.store(number, *self._project(index, hidden, positions, rotary, stored)[1:])
+        k = v = None
+        if stored.numel() and self.spec.stores(number):
+            _, k, v = self._project(index, hidden, positions, rotary, stored)
+        if k is not None and v is not None:
+            ctx.store(number, k, v)
         else:
             none = hidden.new_empty(self.spec.kv_heads, 0, self.spec.head_dim)
             ctx.store(number, none, none)
@@ -297,9 +307,13 @@ class HFRunner:
 
     def _project(
         self, index: int, hidden: Tensor, positions: Tensor, rotary: RotaryRows, rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a layer hands to its attention for ``rows`` int64 [n]: [heads or kv_heads, n, head_dim]."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a layer hands to its attention for ``rows`` int64 [n]: [heads or kv_heads, n, head_dim]; no keys and
+        values of one that reads others'."""
         pair = rotary.rows(index, rows)
+        q: Tensor
+        k: Tensor | None
+        v: Tensor | None
         if self.llama is not None:
             q, k, v = self.llama.project(index, hidden[rows], *pair)
         else:
