@@ -35,7 +35,7 @@ def make_pool(
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
     would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
     spec, layout = model.spec, layout_of(config, model)
-    groups = Groups.of(layout, spec.layers, spec.shapes)
+    groups = Groups.of(layout, spec.reads or tuple(range(spec.layers)), spec.shapes)
     if len(groups) > 1:
         _check_grouped(config, spec.family)
     found = None
@@ -56,7 +56,7 @@ def make_pool(
     if any(own < layers for layers, own in zip(groups.layers, slots)):
         one = f"{layout.block_bytes} bytes" if len(groups) == 1 else f"{groups.block_bytes} bytes in all layers"
         raise CapacityError(
-            f"kv_memory={shown(config.kv_memory)} holds {sum(slots)} KV blocks of {one}, but {spec.layers} layers "
+            f"kv_memory={shown(config.kv_memory)} holds {sum(slots)} KV blocks of {one}, but {spec.stored} layers "
             f"need one each; give at least {groups.block_bytes} bytes"
         )
     storages = [KVStorage(one, own, model.device, row_mover(model.device)) for one, own in zip(groups.layouts, slots)]
@@ -64,8 +64,9 @@ def make_pool(
         apart = config.kv_unit == "head" and spec.kv_heads > 1
         tier = _tier(config, storages[0], 1.0, apart)
         if tier is None:
-            return BlockManager(storages[0], spec.layers, states=kept), found
-        return BlockManager(storages[0], spec.layers, heads_apart=apart, tier=tier, states=kept, **_options(config)), found
+            return BlockManager(storages[0], spec.stored, states=kept, reads=spec.reads), found
+        given = {"heads_apart": apart, "tier": tier, "states": kept, "reads": spec.reads, **_options(config)}
+        return BlockManager(storages[0], spec.stored, **given), found
     tiers = [_tier(config, one, share) for one, share in zip(storages, groups.shares)]
     return groups.pool(storages, tiers, **_options(config)), found
 

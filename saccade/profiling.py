@@ -80,7 +80,7 @@ def profile(config: EngineConfig, model: LoadedModel, groups: Groups, max_model_
     kept = model.spec.states
     states = None if kept is None else StatePool(kept, config.max_requests + 1, device)
     if len(groups) == 1:
-        pool = BlockManager(storages[0], model.spec.layers, states=states)
+        pool = BlockManager(storages[0], model.spec.stored, states=states, reads=model.spec.reads)
     else:
         pool = groups.pool(storages, [None] * len(groups))
     exact = model.spec.dtype == torch.float32 if config.exact is None else config.exact

@@ -37,15 +37,21 @@ class DenseStore:
 class DensePass:
     """The attention context of one packed pass over ``store``."""
 
-    def __init__(self, store: DenseStore, sequences: Sequence[str], segments: Sequence[Segment]) -> None:
-        self.store = store
+    def __init__(
+        self, store: DenseStore, sequences: Sequence[str], segments: Sequence[Segment], reads: Sequence[int] = ()
+    ) -> None:
+        self.store, self.reads = store, reads
         self.rows = list(zip(sequences, segments, strict=True))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         out = torch.empty_like(q)
         for sequence, segment in self.rows:
             rows = slice(segment.start, segment.start + segment.length)
             layers = self.store.cache.setdefault(sequence, {})
+            if k is None or v is None:
+                keys, values = layers[self.reads[layer]]
+                out[:, rows] = dense_attention(q[:, rows], keys, values, spec)
+                continue
             keys, values = k[:, rows], v[:, rows]
             if layer in layers:
                 keys = torch.cat([layers[layer][0], keys], dim=1)
@@ -94,7 +100,7 @@ def run_packed(
     logits = runner.run(
         torch.tensor(tokens),
         torch.tensor(positions),
-        DensePass(store, list(batch), segments),
+        DensePass(store, list(batch), segments, runner.spec.reads),
         segments=segments,
         logit_rows=torch.arange(start),
         states=store.rows(runner, list(batch)),

@@ -1,4 +1,5 @@
-"""Random models of every family whose layers differ in what they keep, against transformers: ``make hybrids``.
+"""Random models of every family whose layers keep a state, or read others' keys, against transformers: ``make
+hybrids``.
 
     PYTHONPATH=tests python -m hybrid_configs --count 30
 
@@ -29,13 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from drafters import Erring, drafting
 from engine_helpers import finish, start
-from tiny_models import make_checkpoint, oracle, oracle_logits, random_ids
+from tiny_models import VOCAB, make_checkpoint, oracle, oracle_logits, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.models.families import FAMILIES
 
-OTHERS = ("gemma4_text",)  # whose layers differ otherwise
-KEEPING = tuple(name for name, family in FAMILIES.items() if family.keeping is not None)
+KEEPING = tuple(name for name, family in FAMILIES.items() if family.keeping is not None or family.shares_keys)
 CLOSE = 1e-4
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=8)
 DRAFTED = "lossless(draft=quest(budget=32, block_size=16, dense_layers=0), tokens=3, lookup=2)"
@@ -55,7 +55,9 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
         "intermediate_size": rng.choice((48, 64, 160)),
     }
     if family == "gemma4_text":
-        return sizes | _gemma4(layers, head_dim, rng)
+        return sizes | _gemma4(head_dim, rng)
+    if FAMILIES[family].shares_keys:
+        return sizes | _sharing(head_dim, rng)
     keeping = FAMILIES[family].keeping
     assert keeping is not None
     if family == "nemotron_h":
@@ -88,29 +90,65 @@ def random_sizes(family: str, seed: int) -> dict[str, Any]:
     return sizes
 
 
-def _gemma4(layers: int, head_dim: int, rng: random.Random) -> dict[str, Any]:
-    """Layers without a window have heads of another size, most of the time; some layers read an earlier one's keys."""
-    heads = 12
-    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
-    kinds[rng.randrange(layers - 1)] = "sliding_attention"
+def _gemma4(head_dim: int, rng: random.Random) -> dict[str, Any]:
+    """Layers without a window have heads of another size and number, most of the time."""
+    layers, shared, kinds = _read_others(rng)
+    kinds[-1] = "full_attention"  # as transformers has it
+    if "full_attention" not in kinds[: layers - shared]:
+        kinds[rng.randrange(layers - shared)] = "full_attention"
     sizes: dict[str, Any] = {
-        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_kv_shared_layers": shared,
+        "num_attention_heads": 12,
+        "num_key_value_heads": rng.choice((1, 2, 3)),
         "hidden_size": rng.choice((64, 96)),
-        "layer_types": [*kinds[:-1], "full_attention"],
+        "layer_types": kinds,
         "sliding_window": rng.choice((5, 16, 33)),
         "head_dim": head_dim,
         "global_head_dim": rng.choice((head_dim, 2 * head_dim, 48)),
         "attention_k_eq_v": rng.random() < 0.5,
         "num_global_key_value_heads": rng.choice((None, 1, 2, 3)),
         "hidden_size_per_layer_input": rng.choice((0, 8, 24)),
+        "vocab_size_per_layer_input": VOCAB,
         "final_logit_softcapping": rng.choice((None, 10.0)),
         "use_bidirectional_attention": rng.choice((None, "vision")),
+        "use_double_wide_mlp": rng.random() < 0.5,
     }
     if rng.random() < 0.5:
         experts = rng.choice((2, 4, 8))
         sizes |= {"enable_moe_block": True, "num_experts": experts, "moe_intermediate_size": rng.choice((16, 32))}
         sizes |= {"top_k_experts": rng.randint(1, experts)}
     return sizes
+
+
+def _read_others(rng: random.Random) -> tuple[int, int, list[str]]:
+    """Layers, those of them that read others' keys, of which there may be none, and the types of all: both are there
+    before those that read others'."""
+    layers, shared = rng.randrange(3, 8), rng.choice((0, 1, 2, 4))
+    layers = max(layers, shared + 2)
+    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    first = kinds[: layers - shared]
+    if len(set(first)) < len(set(kinds)):
+        kinds[:2] = rng.sample(("sliding_attention", "full_attention"), 2)
+    return layers, shared, kinds
+
+
+def _sharing(head_dim: int, rng: random.Random) -> dict[str, Any]:
+    layers, shared, kinds = _read_others(rng)
+    streams = rng.choice((1, 2, 4))
+    return {
+        "num_hidden_layers": layers,
+        "num_kv_shared_layers": shared,
+        "layer_types": kinds,
+        "head_dim": head_dim,
+        "sliding_window": rng.choice((5, 16, 40)),
+        "hidden_size_per_layer_input": rng.choice((4, 8)),
+        "laurel_rank": rng.choice((2, 8)),
+        "altup_num_inputs": streams,
+        "altup_active_idx": rng.randrange(streams),
+        "altup_correct_scale": rng.random() < 0.7,
+        "activation_sparsity_pattern": [rng.choice((0.0, 0.0, 0.5, 0.95)) for _ in range(layers)],
+    }
 
 
 def _mamba(family: str, heads: int, rng: random.Random) -> dict[str, Any]:
@@ -207,8 +245,8 @@ def hold(family: str, seed: int, folder: Path) -> float:
         for llm in (chunks, packed):
             llm.reset_prefix_cache()
             assert [one.used_blocks for one in llm.pool.groups] == [0] * len(llm.pool.groups)
-            states = llm.pool.states
-            assert states is None or (states.used, states.pinned) == (0, 0)
+            if llm.pool.states is not None:
+                assert (llm.pool.states.used, llm.pool.states.pinned) == (0, 0)
     finally:
         chunks.close()
         packed.close()
@@ -287,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30, help="configs of each family")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("families", nargs="*", default=(*KEEPING, *OTHERS))
+    parser.add_argument("families", nargs="*", default=KEEPING)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0

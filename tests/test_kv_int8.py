@@ -367,7 +367,7 @@ def test_a_store_counts_the_tokens_of_another_format_as_computed_again(model, tm
 def test_what_it_refuses(model):
     with pytest.raises(SaccadeError, match="kv_dtype='int4' is unknown; known: auto, bf16, fp8, int8"):
         EngineConfig(kv_dtype="int4")
-    spec = SimpleNamespace(dtype=torch.float32, kv_heads=2, head_dim=64, layers=3)
+    spec = SimpleNamespace(dtype=torch.float32, kv_heads=2, head_dim=64, layers=3, stored=3)
     for name, device, backend, said in (
         ("bf16", "cuda", "auto", "'bf16' is read by C\\+\\+ .* and a GPU's kernels would read it here; give .*'auto'"),
         ("bf16", "cpu", "triton", "a GPU's kernels would read it here"),

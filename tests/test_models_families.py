@@ -154,7 +154,7 @@ def test_logit_rows_choose_rows_before_the_head(pair):
     logits = ours.runner.run(
         torch.tensor(ids),
         torch.arange(10),
-        DensePass(DenseStore(), ["a"], segments),
+        DensePass(DenseStore(), ["a"], segments, ours.runner.spec.reads),
         segments=segments,
         logit_rows=torch.tensor([9, 3]),
     )

@@ -49,7 +49,7 @@ def synthesize(llm: LLM, ids: list[int], seed: int = 0) -> SyntheticKV:
     """Keys and values for all but the last ``TAIL`` tokens of the prompt ``ids``."""
     past = len(ids) - TAIL
     spec = llm.model.spec
-    context = _Planting(past, spec.kv_heads, spec.dtype, torch.Generator().manual_seed(seed))
+    context = _Planting(past, spec.kv_heads, spec.dtype, spec.reads, torch.Generator().manual_seed(seed))
     llm.model.runner.run(
         torch.tensor(ids[past:]),
         torch.arange(past, len(ids)),
@@ -67,16 +67,21 @@ class _Planting:
     past: int
     kv_heads: int
     dtype: torch.dtype
+    reads: tuple[int, ...]  # see ModelSpec
     generator: torch.Generator
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # that store
+    whole: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same with the rows behind them
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        made = plant(q.cpu(), self.past, self.kv_heads, spec.scale, self.generator)
-        old_k, old_v = (part.to(q.device, self.dtype) for part in made)
-        self.layers.append((old_k, old_v))
-        return attend(q, (torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)), scale=spec.scale, softcap=spec.softcap)[
-            0
-        ]
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        if k is None or v is None:
+            whole = self.whole[self.reads[layer]]
+        else:
+            made = plant(q.cpu(), self.past, self.kv_heads, spec.scale, self.generator)
+            old_k, old_v = (part.to(q.device, self.dtype) for part in made)
+            self.layers.append((old_k, old_v))
+            whole = torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
+            self.whole.append(whole)
+        return attend(q, whole, scale=spec.scale, softcap=spec.softcap)[0]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise NotImplementedError("synthetic keys are made for rows that no freeze passes by")

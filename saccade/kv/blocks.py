@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from saccade.kv.states import StatePool
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
+
+T = TypeVar("T")
 
 ROOMY = 16  # blocks of a sequence that are left over where nobody needs to save them
 
@@ -39,6 +42,9 @@ class BlockManager(SlotMap):
     alone: a pool a layer, as engines without PSA's unified one have it (PSA, section 3.4).
 
     ``states``: of layers that keep one in place of keys and values.
+
+    ``reads``: by layer that attends, the layer whose keys and values it reads. The first ``layers`` store and read
+    their own; those after them store nothing and read one of these. By default there are none.
     """
 
     def __init__(
@@ -53,9 +59,17 @@ class BlockManager(SlotMap):
         debug: bool = False,
         layers_apart: bool = False,
         states: StatePool | None = None,
+        reads: Sequence[int] = (),
     ) -> None:
         self.states = states
-        self.places: tuple[tuple[int, int], ...] = tuple((0, layer) for layer in range(layers))  # group, number there
+        self.places: tuple[tuple[int, int], ...] = tuple(
+            (0, layer) for layer in range(len(reads) or layers)
+        )  # group, number there
+        self.reads = tuple(reads) or tuple(range(layers))
+        if self.reads[:layers] != tuple(range(layers)) or not all(0 <= one < layers for one in self.reads):
+            raise SaccadeError(
+                f"reads={self.reads}: the first {layers} layers read their own keys, others one of these"
+            )
         if layers_apart and tier is None:
             raise SaccadeError("layers_apart=True shares out slots between layers that move their parts: give a tier")
         self._parts = storage.num_blocks
@@ -117,6 +131,15 @@ class BlockManager(SlotMap):
             for name, value in one.tiers.numbers().items():
                 numbers[name] = numbers.get(name, 0) + value
         return numbers
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether some layers read what others store."""
+        return len(self.reads) > self.layers
+
+    def of_readers(self, stored: Sequence[T]) -> list[T]:
+        """What each layer that attends finds, of what there is once for each layer that stores."""
+        return [stored[one] for one in self.reads]
 
     @property
     def num_blocks(self) -> int:

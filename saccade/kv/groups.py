@@ -48,6 +48,7 @@ class GroupedPool(BlockManager):
         replacement: str = "clock",
         debug: bool = False,
         layers_apart: bool = False,
+        reads: Sequence[int] = (),
     ) -> None:
         super().__init__(
             storage,
@@ -57,6 +58,7 @@ class GroupedPool(BlockManager):
             replacement=replacement,
             debug=debug,
             layers_apart=layers_apart,
+            reads=reads,
         )
         self.others, self.places = tuple(others), tuple(places)
         if any(one.logical_blocks != logical_blocks for one in self.others):
@@ -125,6 +127,10 @@ class GroupedKV(SequenceKV):
 
     @property
     def layers(self) -> int:
+        return sum(one.layers for one in self.parts)
+
+    @property
+    def readers(self) -> int:
         return len(self.pool.places)
 
     @property
@@ -274,26 +280,27 @@ def open_kv(pool: BlockManager) -> SequenceKV:
 
 @dataclass(frozen=True)
 class Groups:
-    """Layers of a model by how their keys and values lie: of each group its layout and how many layers it has; and each
-    layer's place."""
+    """Layers of a model by how their keys and values lie: of each group its layout, which of its layers each of them
+    reads, by their numbers there, and how many ``layers`` store; and each layer's place."""
 
     layouts: tuple[KVFormat, ...]
     layers: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
     places: tuple[Place, ...]
 
     @classmethod
-    def of(cls, layout: KVFormat, layers: int, shapes: Sequence[tuple[int, int]] = ()) -> Groups:
-        """Of a model whose layers all have ``layout``, but for KV heads and head_dim where ``shapes`` has them, by
-        layer."""
-        own = tuple(shapes) or ((layout.kv_heads, layout.head_dim),) * layers
+    def of(cls, layout: KVFormat, reads: Sequence[int], shapes: Sequence[tuple[int, int]] = ()) -> Groups:
+        """Of a model whose layer i reads what layer ``reads[i]`` stores, of the same shape. All have ``layout``, but
+        for KV heads and head_dim where ``shapes`` has them, by layer."""
+        own = tuple(shapes) or ((layout.kv_heads, layout.head_dim),) * len(reads)
         kinds = list(dict.fromkeys(own))
-        counts, places = [0] * len(kinds), list[Place]()
-        for shape in own:
-            at = kinds.index(shape)
-            places.append((at, counts[at]))
-            counts[at] += 1
+        inner, places = [list[int]() for _ in kinds], list[Place]()
+        for layer, shape in enumerate(own):
+            group = inner[kinds.index(shape)]
+            places.append((kinds.index(shape), len(group)))
+            group.append(places[reads[layer]][1])
         layouts = tuple(replace(layout, kv_heads=heads, head_dim=width) for heads, width in kinds)
-        return cls(layouts, tuple(counts), tuple(places))
+        return cls(layouts, tuple(max(one) + 1 for one in inner), tuple(map(tuple, inner)), tuple(places))
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -324,7 +331,8 @@ class Groups:
         blocks = max(1, min(own // layers for own, layers in zip(slots, self.layers)))
         options = {"logical_blocks": blocks, **(options if tiers[0] is not None else {})}
         others = [
-            BlockManager(one, layers, tier=tier, **options)
-            for one, tier, layers in zip(storages[1:], tiers[1:], self.layers[1:])
+            BlockManager(one, layers, tier=tier, reads=reads, **options)
+            for one, tier, layers, reads in zip(storages[1:], tiers[1:], self.layers[1:], self.reads[1:])
         ]
-        return GroupedPool(storages[0], self.layers[0], others, self.places, tier=tiers[0], **options)
+        first = {"tier": tiers[0], "reads": self.reads[0], **options}
+        return GroupedPool(storages[0], self.layers[0], others, self.places, **first)

@@ -59,9 +59,10 @@ class HostedKV:
         assert isinstance(tiers.tier, HostTier)
         self._kv, self._tiers, tier = kv, tiers, tiers.tier
         self.pool = CellPool(CellStorage(tier.k, tier.v, kv.pool.format), kv.pool.rows)
-        self.layers = kv.layers
+        self.layers, self.readers = kv.layers, kv.readers
         self._ids = self._generations = np.zeros(0, dtype=np.int64)
         self._table = np.zeros((self.layers, kv.pool.rows, 0), dtype=np.int32)
+        self._read: Tensor | None = None  # as layers that attend read it
         self._known = SequenceSummaries(self.layers)
         for (kind, size), made in (summaries or {}).items():
             self._known.give(kind, size, made)
@@ -83,8 +84,13 @@ class HostedKV:
 
     @property
     def tables(self) -> Tensor:
-        """int32 [layers, kv_heads or 1, >= blocks]: the cells of every block, counted from 0."""
-        return torch.from_numpy(self._table)
+        """int32 [readers, kv_heads or 1, >= blocks]: the cells of every block, counted from 0."""
+        pool = self._kv.pool
+        if not pool.shares_layers:
+            return torch.from_numpy(self._table)
+        if self._read is None:
+            self._read = torch.from_numpy(self._table[list(pool.reads)])
+        return self._read
 
     @property
     def part_bytes(self) -> int:
@@ -130,15 +136,17 @@ class HostedKV:
 
     def view(self, layer: int) -> KVView:
         """See SequenceKV: a view on the host."""
+        layer = self._kv.pool.reads[layer]
         return KVView(self._paged(layer), partial(self._known.of, self._plain_view, layer))
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """See SequenceKV: on the host, of what is stored."""
-        return self._known.full(self._plain_view, kind, block_size, self.length)
+        return self._kv.pool.of_readers(self._known.full(self._plain_view, kind, block_size, self.length))
 
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
         """See SequenceKV."""
-        return self._known.codes(kind, block_size)
+        codes = self._known.codes(kind, block_size)
+        return self._kv.pool.of_readers(codes) if codes else codes
 
     def close(self) -> None:
         """It lives there no longer."""
@@ -169,12 +177,13 @@ class HostedKV:
             grown[:, :, :same] = self._table[:, :, :same]
             self._table = grown
         layers = np.arange(self.layers)[:, None]
+        self._read = None
         for row, one in enumerate(self._tiers.each):
             self._table[:, row, same : len(ids)] = one.cells_of(layers, fresh[None]) - 1
 
     def _paged(self, layer: int) -> Paged:
         storage = self.pool.storage
-        return Paged(storage.k, storage.v, self.tables[layer], self.length, storage.format)
+        return Paged(storage.k, storage.v, torch.from_numpy(self._table[layer]), self.length, storage.format)
 
     def _plain_view(self, layer: int) -> KVView:
         return KVView(self._paged(layer))

@@ -23,6 +23,9 @@ class SequenceKV:
 
     Blocks may be shared with other sequences; one that is, is copied before it is written to. ``version`` grows when
     tables, or rows that no kernel stored, or buffers of summaries change. ``known``: the summaries of its blocks.
+
+    Where layers read what others store (``pool.reads``), who reads gives the number of the layer that attends; lengths,
+    slots and bytes are of the layers that store.
     """
 
     def __init__(self, pool: BlockManager) -> None:
@@ -50,7 +53,13 @@ class SequenceKV:
 
     @property
     def layers(self) -> int:
+        """That store."""
         return len(self._lengths)
+
+    @property
+    def readers(self) -> int:
+        """Layers that attend."""
+        return len(self.pool.reads)
 
     @property
     def length(self) -> int:
@@ -90,9 +99,9 @@ class SequenceKV:
 
     @property
     def tables(self) -> Tensor:
-        """int32 [layers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
+        """int32 [readers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
         not resident."""
-        return self._table.tables
+        return self._table.read_tables
 
     @property
     def hints(self) -> dict[int, int]:
@@ -124,7 +133,10 @@ class SequenceKV:
         self._charge()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
+        """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has. SaccadeError for a layer
+        that stores none."""
+        if layer >= self.layers:
+            raise SaccadeError(f"layer {layer} reads the keys of layer {self.pool.reads[layer]} and stores none")
         start, count = self._lengths[layer], k.shape[1]
         if self.pool.tiers is not None:  # which may have had them copied since reserve()
             opened = self._table.numbers[start // self._size : -(-(start + count) // self._size)]
@@ -181,28 +193,33 @@ class SequenceKV:
         self._version += 1
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
-        """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
+        """Each reader's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
+        return self.pool.of_readers(self._summaries(kind, block_size))
+
+    def _summaries(self, kind: str, block_size: int) -> list[Tensor]:
+        """Those of layers that store."""
         storage, given = self.pool.storage, (self._plain_view, kind, block_size, self.length)
         there = storage.k.is_cpu and not self.pool.absent
-        return self.known.full(*given, storage, self.tables) if there else self.known.full(*given)
+        return self.known.full(*given, storage, self._table.tables) if there else self.known.full(*given)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
-        """Each layer's summaries of its full blocks on the host, [blocks, parts, kv_heads, head_dim]; here they are
-        forgotten."""
-        made = [one[: self.length // block_size].cpu() for one in self.summaries(kind, block_size)]
+        """The summaries of full blocks of each layer that stores on the host, [blocks, parts, kv_heads, head_dim]; here
+        they are forgotten."""
+        made = [one[: self.length // block_size].cpu() for one in self._summaries(kind, block_size)]
         self.known.forget(kind, block_size)
         self._charge()
         return made
 
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
-        """See SequenceSummaries.codes."""
-        return self.known.codes(kind, block_size)
+        """See SequenceSummaries.codes; one of each reader."""
+        codes = self.known.codes(kind, block_size)
+        return self.pool.of_readers(codes) if codes else codes
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
-        """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
-        parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        return self.known.buffers(self._plain_view, kind, block_size, self.length, blocks)
+        """Each reader's summaries of full blocks, brought up to date, with room for ``blocks``: [>= blocks, parts,
+        kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
+        return self.pool.of_readers(self.known.buffers(self._plain_view, kind, block_size, self.length, blocks))
 
     def summarized_blocks(self, kind: str, block_size: int) -> int:
         """How many blocks have a summary in every layer; -1 where there is no room for any."""
@@ -213,7 +230,8 @@ class SequenceKV:
         self.known.written(kind, block_size, self._lengths)
 
     def view(self, layer: int) -> KVView:
-        """What ops and methods see of one layer."""
+        """What ops and methods see of one layer that attends."""
+        layer = self.pool.reads[layer]
         if self.pool.absent and self.pool.tiers is not None:
             summaries = partial(self.known.of, self._plain_view, layer)
             length = self._lengths[layer]

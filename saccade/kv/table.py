@@ -29,6 +29,7 @@ class BlockTable:
         self._residency = pool.version
         self._slots = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
         self._layers: tuple[Tensor, ...] = ()
+        self._read: Tensor | None = None
         self.numbers = np.zeros(0, dtype=np.int64)
         self.blocks = torch.from_numpy(self.numbers)
         self._changed()
@@ -50,6 +51,16 @@ class BlockTable:
         if self._residency != self.pool.version or not self._layers:
             self.of(0)
         return self._tables
+
+    @property
+    def read_tables(self) -> Tensor:
+        """:attr:`tables` as layers that attend read them, one of each: those of layers that read others' twice."""
+        tables = self.tables
+        if not self.pool.shares_layers:
+            return tables
+        if self._read is None:
+            self._read = tables[list(self.pool.reads)]
+        return self._read
 
     def of(self, layer: int) -> Tensor:
         """``tables`` of one layer."""
@@ -128,7 +139,7 @@ class BlockTable:
         self.numbers = np.concatenate([self.numbers[:first], np.array(self.ids[first:], dtype=np.int64)])
         self.blocks = torch.from_numpy(self.numbers)
         self._host = list(self._slots.numpy()[:, 0])
-        self._layers = ()
+        self._layers, self._read = (), None
         self.version += 1
 
     def _refresh(self) -> None:

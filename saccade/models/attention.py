@@ -78,8 +78,8 @@ def layer_attention(module: nn.Module, scaling: float | None, extras: dict[str, 
 def saccade_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, rows, head_dim], post-RoPE
-    key: Tensor,  # [1, kv_heads, rows, head_dim], post-RoPE, the new rows only
-    value: Tensor,  # [1, kv_heads, rows, head_dim]
+    key: Tensor | None,  # [1, kv_heads, rows, head_dim], post-RoPE, the new rows only; None: of an earlier layer
+    value: Tensor | None,  # [1, kv_heads, rows, head_dim]
     attention_mask: Tensor | None,
     *,
     saccade: AttentionContext | None = None,
@@ -91,7 +91,7 @@ def saccade_attention(
     Without one, what ``serve_outside`` was given serves, or a MissingContextError says so. ModelError for a mask or a
     keyword that carries meaning we do not implement.
     """
-    if saccade is None and _outside:
+    if saccade is None and _outside and key is not None and value is not None:
         spec = layer_attention(module, scaling, extras, query.shape[-1])
         return _outside[0](module, query, key, value, attention_mask, spec), None
     if saccade is None:
@@ -105,7 +105,8 @@ def saccade_attention(
         raise ValueError(f"expected packed rows in a batch of 1, got a batch of {query.shape[0]}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     spec = layer_attention(module, scaling, extras, query.shape[-1])
-    out = saccade.run(layer, query[0], key[0], value[0], spec)  # [heads, rows, head_dim]
+    k, v = (None, None) if key is None or value is None else (key[0], value[0])
+    out = saccade.run(layer, query[0], k, v, spec)  # [heads, rows, head_dim]
     return out.transpose(0, 1).unsqueeze(0), None
 
 

@@ -39,13 +39,14 @@ class DecodeStep:
         those of the rows ``wanted`` (int64 [n], there too) alone. ``ctx`` is asked to attend with all rows at once.
         ``states``: the rows', for layers that keep one."""
         runner, kernels, llama = self.runner, self._kernels, self._llama
-        hidden = runner.embed(token_ids)
-        embedded = runner.embed_by_layer(token_ids, hidden)
+        embedded = runner.embed(token_ids)
+        hidden, beside = runner.around.begin(embedded), runner.around.by_layer(token_ids, embedded)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
             given = ctx if runner.turns is None else TurnedContext(ctx)
             for index in range(runner.depth):
-                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states, embedded)
+                own = None if beside is None else beside[:, index]
+                hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states, own)
             return runner.logits(hidden if wanted is None else hidden[wanted])
         delta = None
         for index, layer in enumerate(kernels.layers):

@@ -72,9 +72,10 @@ class Family:
 
     ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
     inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
-    ``latent``: what layers keep of a token is a latent (models.latent). ``heads_by_layer``: layers have heads of sizes
-    of their own (``config.per_layer_config``). ``layer_embeddings``: each layer is given an embedding of a token of its
-    own (models.layer_embeddings).
+    ``latent``: what layers keep of a token is a latent (models.latent). ``shares_keys``: the last
+    ``num_kv_shared_layers`` of the config store no keys and values, but each reads those that the last layer of its
+    type before them has stored. ``heads_by_layer``: layers have heads of sizes of their own
+    (``config.per_layer_config``). ``embeds_by_layer``, ``streams``: see models.streams.
     """
 
     model_type: str
@@ -91,8 +92,10 @@ class Family:
     llama_shape: LlamaShape | None = None
     keeping: Keeping | None = None
     latent: bool = False
+    shares_keys: bool = False
     heads_by_layer: bool = False
-    layer_embeddings: bool = False
+    embeds_by_layer: bool = False
+    streams: bool = False
 
 
 _DELTA = Keeping("linear_attn", ("linear_attention",))
@@ -126,13 +129,24 @@ _CHECKED = (
         finish_logits=_softcapped,
     ),
     Family(
+        "gemma3n_text",
+        "Gemma3nForCausalLM",
+        windows="layer_types",
+        rotary_per_layer_type=True,
+        finish_logits=_softcapped,
+        shares_keys=True,
+        embeds_by_layer=True,
+        streams=True,
+    ),
+    Family(
         "gemma4_text",
         "Gemma4ForCausalLM",
         windows="layer_types",
         rotary_per_layer_type=True,
         finish_logits=_softcapped,
+        shares_keys=True,
         heads_by_layer=True,
-        layer_embeddings=True,
+        embeds_by_layer=True,
     ),
     Family("phi", "PhiForCausalLM", final_norm="final_layernorm"),
     Family("gpt_oss", "GptOssForCausalLM", windows="layer_types"),
@@ -218,6 +232,17 @@ def attending_layers(family: Family, config: Any) -> tuple[int, ...]:
         return tuple(range(config.num_hidden_layers))
     kinds = config.layer_types or ()
     return tuple(at for at in range(config.num_hidden_layers) if at >= len(kinds) or kinds[at] not in keeping.known)
+
+
+def read_layers(family: Family, config: Any) -> tuple[int, ...]:
+    """By layer, whose keys and values it reads (interface.ModelSpec.reads); empty where each reads its own."""
+    shared = getattr(config, "num_kv_shared_layers", 0) if family.shares_keys else 0
+    if not shared:
+        return ()
+    kinds = config.layer_types
+    stored = config.num_hidden_layers - shared
+    last = {kind: at for at, kind in enumerate(kinds[:stored])}
+    return (*range(stored), *(last[kind] for kind in kinds[stored:]))
 
 
 def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:

@@ -20,8 +20,12 @@ class ModelSpec:
     these have numbers: ``windows[i]`` is layer i's sliding window in tokens, or None. ``places[i]``, where the model
     has other layers, too: which of all its ``depth`` layers that is. ``states``: what others keep of a sequence, if
     any do. ``shapes[i]``, where layers differ: layer i's KV heads and head_dim, while ``kv_heads`` and ``head_dim`` are
-    the first's. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as of a
-    KVFormat."""
+    the first's. ``value_dim``: None, or that values are the first so many channels of the keys (latent attention), as
+    of a KVFormat.
+
+    ``reads``: empty where every layer stores keys and values and reads its own. Else it has, by layer, the one whose
+    keys and values it reads: the first ``stored`` layers store and read their own, those after them store nothing and
+    read one of these (Gemma 3n, Gemma 4). Memory, tiers and sessions hold the layers that store."""
 
     family: str
     layers: int
@@ -37,10 +41,20 @@ class ModelSpec:
     depth: int = 0
     value_dim: int | None = None
     shapes: tuple[tuple[int, int], ...] = ()
+    reads: tuple[int, ...] = ()
 
     def shape(self, layer: int) -> tuple[int, int]:
         """KV heads and head_dim of a layer that attends."""
         return self.shapes[layer] if self.shapes else (self.kv_heads, self.head_dim)
+
+    @property
+    def stored(self) -> int:
+        """How many layers store keys and values."""
+        return max(self.reads, default=self.layers - 1) + 1
+
+    def stores(self, layer: int) -> bool:
+        """Whether a layer stores keys and values, which it then reads."""
+        return layer < self.stored
 
     @property
     def ends_attending(self) -> bool:
@@ -216,11 +230,12 @@ class Stopwatch(Protocol):
 class AttentionContext(Protocol):
     """Supplied by the engine for one packed forward pass."""
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         """Store the new rows' ``k``, ``v`` [kv_heads, rows, head_dim] and attend for ``q`` [heads, rows, head_dim].
 
-        All are post-RoPE, rows of all segments packed in order, frozen ones left out. Returns [heads, rows, head_dim]
-        in q's dtype.
+        All are post-RoPE, rows of all segments packed in order, frozen ones left out. Both are None of a layer that
+        stores nothing: the layer that it reads (ModelSpec.reads) has run for these rows, with those that skip this one.
+        Returns [heads, rows, head_dim] in q's dtype.
         """
         ...
 

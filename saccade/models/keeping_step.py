@@ -144,7 +144,9 @@ class _Answers:
         self.answer = answer
         self.seen: tuple[Tensor, ...] = ()
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        assert k is not None, "no layer beside those that keep a state reads another's keys"
+        assert v is not None
         if spec.window is not None or spec.softcap is not None or spec.sinks is not None:
             raise NotServed
         self.seen = q.clone(), k.clone(), v.clone()

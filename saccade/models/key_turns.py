@@ -33,10 +33,12 @@ class KeyTurn:
     query: Tensor | None = None
     key: Tensor | None = None
 
-    def turn(self, q: Tensor, k: Tensor) -> None:
-        """Queries [heads, rows, head_dim] and keys [kv_heads, rows, head_dim], in place."""
+    def turn(self, q: Tensor, k: Tensor | None) -> None:
+        """Queries [heads, rows, head_dim] and keys [kv_heads, rows, head_dim], in place; None for keys of a layer that
+        reads another's."""
         row_passes.turn(q, self.query)
-        row_passes.turn(k, self.key)
+        if k is not None:
+            row_passes.turn(k, self.key)
 
 
 PLAIN = KeyTurn()
@@ -71,7 +73,7 @@ class TurnedContext:
 
     ctx: AttentionContext
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         """See AttentionContext."""
         PLAIN.turn(q, k)
         return self.ctx.run(layer, q, k, v, spec)

@@ -281,6 +281,7 @@ def _spec(model: Any, family: Family, dtype: torch.dtype, llama: LlamaDecoder | 
         depth=config.num_hidden_layers,
         value_dim=layers.value_dim,
         shapes=layers.shapes,
+        reads=layers.reads,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv.states import StateFormat
 from saccade.models.checkpoint import first_line
-from saccade.models.families import Family, attending_layers, configured_shapes, configured_windows
+from saccade.models.families import Family, attending_layers, configured_shapes, configured_windows, read_layers
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
@@ -34,18 +34,23 @@ class LayerShapes:
     states: StateFormat | None
     value_dim: int | None = None  # see ModelSpec
     shapes: tuple[tuple[int, int], ...] = ()  # see ModelSpec
+    reads: tuple[int, ...] = ()  # see ModelSpec
 
 
 class _Recorder:
     """An attention context that notes each call and answers with zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, tuple[int, int, int, int], LayerAttention]] = []
+        self.calls: list[tuple[int, tuple[int, int], LayerAttention]] = []  # heads and channels of queries
+        self.stored: dict[int, tuple[int, int]] = {}  # KV heads and channels, of layers that store keys
         self.finite = True
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v))
-        self.calls.append((layer, (q.shape[0], k.shape[0], k.shape[-1], v.shape[-1]), spec))
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v) if t is not None)
+        self.calls.append((layer, (q.shape[0], q.shape[-1]), spec))
+        if k is None or v is None:
+            return torch.zeros_like(q)
+        self.stored[layer] = k.shape[0], k.shape[-1]
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:
             raise ModelError(
                 f"layer {layer} has keys of shape {tuple(k.shape)} and values of {tuple(v.shape)}; only equal shapes "
@@ -83,10 +88,17 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
         )
     if [layer for layer, _, _ in recorder.calls] != list(range(layers)):
         raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
-    shapes = [shape for _, shape, _ in recorder.calls]
-    alike, expected_shapes = len(set(shapes)) == 1, configured_shapes(family, config)
-    if tuple((kv_heads, head_dim) for _, kv_heads, head_dim, _ in shapes) != (
-        expected_shapes or ((shapes[0][1], shapes[0][2]),) * layers
+    reads = read_layers(family, config) or tuple(range(layers))
+    if sorted(recorder.stored) != sorted(set(reads)):
+        raise ModelError(
+            f"{family.model_type}: layers {sorted(recorder.stored)} store keys and values, but config.json implies "
+            f"{sorted(set(reads))}; make num_kv_shared_layers and layer_types agree with the weights"
+        )
+    heads = recorder.calls[0][1][0]
+    shapes = configured_shapes(family, config) or (recorder.stored[0],) * layers
+    asked = [(heads, width) for _, width in shapes]
+    if [shape for _, shape, _ in recorder.calls] != asked or any(
+        recorder.stored[own] != shape for own, shape in zip(reads, shapes)
     ):
         raise ModelError(
             f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported"
@@ -102,15 +114,8 @@ def probe_layers(model: Any, family: Family, llama: LlamaDecoder | None) -> Laye
     for layer, module in enumerate(model.get_decoder().layers):
         if any(getattr(part, "is_causal", True) is False for part in module.modules()):
             raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
-    heads, kv_heads, head_dim, _ = shapes[0]
     value_dim = config.kv_lora_rank if family.latent else None
-    return LayerShapes(
-        heads,
-        kv_heads,
-        head_dim,
-        windows,
-        () if states is None else places,
-        states,
-        value_dim,
-        () if alike else expected_shapes,
-    )
+    places = () if states is None else places
+    reads = read_layers(family, config)
+    own = shapes if len(set(shapes)) > 1 else ()
+    return LayerShapes(heads, *shapes[0], windows, places, states, value_dim, own, reads)

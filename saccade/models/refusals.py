@@ -27,7 +27,6 @@ _RECURRENT = (
     "minimax", "xlstm", "kimi_linear", "bitnet_mamba",
 )  # fmt: skip
 _LATENT = ("minicpm3", "longcat_flash")
-_SHARED_KV = ("gemma3n", "gemma3n_text")
 _UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
@@ -47,13 +46,9 @@ def _positive(value: Any) -> bool:
 
 
 def _shares_keys(config: Config) -> bool:
-    """Whether some layers read an earlier one's keys; Gemma 3n's do where config.json does not say."""
-    given = config.get("num_kv_shared_layers")
-    return _positive(given) or (given is None and _type_in(*_SHARED_KV)(config))
-
-
-def _embeds_by_layer(config: Config) -> bool:
-    return _type_in(*_SHARED_KV)(config) and _positive(config.get("hidden_size_per_layer_input", 256))
+    """Whether some layers read an earlier one's keys, in a family of which that is not known."""
+    family = FAMILIES.get(config["model_type"])
+    return _positive(config.get("num_kv_shared_layers")) and not (family is not None and family.shares_keys)
 
 
 def _is_not_causal(config: Config) -> bool:
@@ -116,7 +111,6 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], _Feature], ...] = (
     ),
     (_shares_keys, "keys and values shared between layers"),
     (_type_in(*_UNIFIED), "a unified multimodal model, whose text is not held against transformers here"),
-    (_embeds_by_layer, "an embedding of every token for each layer, which the layer loop does not hand on"),
     (
         _slides_beside_states,
         "sliding windows in a family whose other layers keep a state, for which transformers has no code",

@@ -33,10 +33,10 @@ from saccade.models.keeping import KeepingLayers
 from saccade.models.keeping_step import KeptStep, kept_step
 from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
 from saccade.models.latent import use_latents
-from saccade.models.layer_embeddings import LayerEmbeddings
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
+from saccade.models.streams import surroundings
 
 SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 
@@ -60,14 +60,16 @@ class HFRunner:
         self.keeping = KeepingLayers(decoder.layers, family, self.config) if keeps else None
         if family.latent:
             use_latents(decoder.layers)
-        self.modules = ModuleLayers(decoder.layers, () if self.keeping is None else self.keeping.places)
+        places = () if self.keeping is None else self.keeping.places
+        self.modules = ModuleLayers(decoder.layers, places, family.shares_keys)
+        by_layer = family.embeds_by_layer and bool(decoder.hidden_size_per_layer_input)
+        self.around = surroundings(decoder, family.streams, by_layer)
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
         self._numbers = [numbers.get(place) for place in range(self.depth)]
         rotary = None if family.rotary is None else getattr(decoder, family.rotary)
         self.rotary = Rotary(rotary, self.config, per_layer_type=family.rotary_per_layer_type)
         self._embedding = decoder.get_input_embeddings()
-        self._by_layer = LayerEmbeddings.of(decoder, self.config) if family.layer_embeddings else None
         self._norm = getattr(decoder, family.final_norm)
         self._head = model.get_output_embeddings()
         self.turns: list[KeyTurn] | None = None
@@ -174,8 +176,8 @@ class HFRunner:
         device, llama = self.device, self.llama
         positions = sent(positions, device)
         token_ids = sent(token_ids, device)
-        hidden = self.embed(token_ids)
-        embedded = self.embed_by_layer(token_ids, hidden)
+        embedded = self.embed(token_ids)
+        hidden, beside = self.around.begin(embedded), self.around.by_layer(token_ids, embedded)
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
         done = False  # without this loop
@@ -200,17 +202,18 @@ class HFRunner:
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None and number is not None:
-                inputs.visit(number, hidden[sent(inputs.rows, device)])
+                inputs.visit(number, self.around.active(hidden)[sent(inputs.rows, device)])
             following = self._numbers[index + 1] if index + 1 < self.depth else None
             if ahead is not None and following is not None:
                 ahead.visit(following, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
-            rows, where, pair, own, live = hidden, positions, rotary.layers[index], embedded, None
+            rows, where, pair, live = hidden, positions, rotary.layers[index], None
+            own = None if beside is None else beside[:, index]
             if frozen is not None and freezes:
                 live = self._store_frozen(index, hidden, positions, rotary, ctx, frozen)
                 if not live.numel():
                     continue
                 rows, where, pair = hidden[live], positions[live], rotary.rows(index, live)
-                own = None if embedded is None else embedded[live]
+                own = None if own is None else own[live]
             if llama is None:
                 rows = self.modules.run(index, rows, where, pair, given, pieces, own)
             else:
@@ -262,22 +265,17 @@ class HFRunner:
                 rows.add_(delta)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``token_ids`` [rows] -> what the first layer is given, [rows, channels]."""
+        """The embedding of ``token_ids`` [rows]: [rows, channels]."""
         hidden = self._embedding(token_ids) if self.llama is None else self.llama.embed(token_ids)
         if self.family.scale_embedding is not None:
             hidden = hidden * getattr(self.config, self.family.scale_embedding)
         return hidden
 
-    def embed_by_layer(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
-        """What each layer is given beside ``hidden``, as the first is given that: [rows, layers, channels]; None of
-        most models."""
-        return None if self._by_layer is None else self._by_layer.rows(token_ids, hidden)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, channels], as the last layer leaves it -> float32 [rows, vocab_size]."""
+        """``hidden`` [rows, ...], as the last layer leaves it -> float32 [rows, vocab_size]."""
         if self.llama is not None:
             return self.finish_logits(self.llama.kernels(hidden.shape[0]).logits(hidden, None))
-        return self.finish_logits(self._head(self._norm(hidden)))
+        return self.finish_logits(self._head(self._norm(self.around.end(hidden))))
 
     def finish_logits(self, raw: Tensor) -> Tensor:
         """The head's output as float32 logits, after the family's last step, which runs in the model's dtype."""
@@ -298,8 +296,11 @@ class HFRunner:
         assert number is not None, "rows skip layers that attend"
         skip = frozen.skip(number)
         stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & frozen.projected, ~skip))
-        if stored.numel():
-            ctx.store(number, *self._project(index, hidden, positions, rotary, stored)[1:])
+        k = v = None
+        if stored.numel() and self.spec.stores(number):
+            _, k, v = self._project(index, hidden, positions, rotary, stored)
+        if k is not None and v is not None:
+            ctx.store(number, k, v)
         else:
             heads, width = self.spec.shape(number)
             none = hidden.new_empty(heads, 0, width)
@@ -308,9 +309,13 @@ class HFRunner:
 
     def _project(
         self, index: int, hidden: Tensor, positions: Tensor, rotary: RotaryRows, rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a layer hands to its attention for ``rows`` int64 [n]: [heads or kv_heads, n, head_dim]."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a layer hands to its attention for ``rows`` int64 [n]: [heads or kv_heads, n, head_dim]; no keys and
+        values of one that reads others'."""
         pair = rotary.rows(index, rows)
+        q: Tensor
+        k: Tensor | None
+        v: Tensor | None
         if self.llama is not None:
             q, k, v = self.llama.project(index, hidden[rows], *pair)
         else:

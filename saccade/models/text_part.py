@@ -17,6 +17,7 @@ WRAPPERS = {
     "deepseek_vl": "llama",
     "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "glmasr": "llama",
     "got_ocr2": "qwen2",
@@ -88,8 +89,8 @@ def text_config(config: Any) -> Any:
         rope = dict(fields["rope_parameters"])
         fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _MROPE}
         text = kind(**fields)
-    if text.model_type == "gemma3_text":
-        text.final_logit_softcapping = None  # its multimodal class has none
+    if config.model_type == "gemma3":
+        text.final_logit_softcapping = None  # Gemma 3's multimodal class has none
     text.tie_word_embeddings = bool(config.tie_word_embeddings)  # the one that transformers goes by
     if getattr(config, "eos_token_id", None) is not None:
         text.eos_token_id = config.eos_token_id

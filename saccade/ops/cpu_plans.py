@@ -170,8 +170,8 @@ class PlannedRows:
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         out: Tensor,
         scale: float,
         softcap: float | None,
@@ -179,10 +179,12 @@ class PlannedRows:
         attends: bool = True,
         watched: bool = False,
     ) -> float:
-        """Store the new ``k``, ``v`` [kv_heads, n, head_dim] of all rows at ``layer``, and unless it is not to attend
-        write the attention of those that say what they read to their rows of ``out`` [n, heads, head_dim] (see
-        cpu_rows.attend). If ``watched``, returns which share of the rows' time went to choosing and learning, else
-        0."""
+        """Store the new ``k``, ``v`` [kv_heads, n, head_dim] of all rows at ``layer``, or neither where the rows are
+        stored already, and unless it is not to attend write the attention of those that say what they read to their
+        rows of ``out`` [n, heads, head_dim] (see cpu_rows.attend). If ``watched``, returns which share of the rows'
+        time went to choosing and learning, else 0."""
+        if k is None or v is None:
+            return self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, attends, watched)
         if k.stride() != v.stride() or k.stride(2) != 1:
             k, v = torch.stack([k, v]).unbind()
         head_stride, row_stride, _ = k.stride()
@@ -190,19 +192,6 @@ class PlannedRows:
             k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]
         )
         return self._run(layer, q, new, out, scale, softcap, threads, attends, watched)
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        out: Tensor,
-        scale: float,
-        softcap: float | None,
-        threads: int | None,
-        watched: bool = False,
-    ) -> float:
-        """:meth:`run` for rows that are stored already."""
-        return self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True, watched)
 
     def run_layers(
         self,

@@ -74,9 +74,11 @@ class DeviceAttention:
         self._kept = [stored(group.form) for group in groups]
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what is counted here
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         """See AttentionContext: q [heads, tokens, head_dim], of one sequence after the other."""
-        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        q = q.transpose(0, 1)
+        if k is not None and v is not None:
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
         later: list[Read] = []
         parts = [self._attend(number, layer, q, k, v, spec, later) for number in range(len(self.groups))]
         if self.offers is not None:
@@ -100,17 +102,25 @@ class DeviceAttention:
                 own.least[where].copy_(torch.minimum(own.least[where], least))
 
     def _attend(
-        self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, later: list[Read]
+        self,
+        number: int,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        later: list[Read],
     ) -> Tensor:
         group, watch, buffers, kept = self.groups[number], self.watch, self.buffers, self._kept[number]
         rows, reading = group.slice, group.form[layer]
-        q, k, v = q[group.tokens], k[group.tokens], v[group.tokens]
+        q = q[group.tokens]
         limits = None if self.limits is None else self.limits[group.tokens]
-        held, tables = self.storage, buffers.tables[layer, rows]
+        held, tables = self.storage, buffers.tables[self.pool.reads[layer], rows]
         pages = Pages(held.k, held.v, tables, self.lengths[rows], self.longest, value_dim=held.format.value_dim)
         # Also where the layer itself reads everything: its summaries stay complete.
         summaries = None if kept is None else Summaries(buffers.pointers[layer, rows], kept.size, kept.summary)
-        append_rows(k, v, pages, summaries, limits)
+        if k is not None and v is not None:  # else the layer that it reads has stored them
+            append_rows(k[group.tokens], v[group.tokens], pages, summaries, limits)
         if limits is not None:
             if self.asked is not None:
                 self.asked.take(layer, group.tokens, q, spec)

@@ -77,12 +77,15 @@ class StepAudits:
     def _compare(
         self, tap: Tap, buffers: RowBuffers, listed: list[AuditPlace], scale: float, softcap: float | None
     ) -> Tensor:
-        paged = next(row.kv.pool.storage for _, row, _ in self._rows)
+        pool = next(row.kv.pool for _, row, _ in self._rows)
+        paged, tables = pool.storage, buffers.tables
+        if pool.shares_layers:
+            tables = torch.stack([tables[one] for one in pool.reads])
         places = torch.tensor(listed, dtype=torch.int32, device="cpu")
         taps = tap.addresses()
         if taps.is_cuda:  # from other memory a copy would wait for the step
             places = places.pin_memory()
-        pages = Pages(paged.k, paged.v, buffers.tables, buffers.lengths, self._longest)
+        pages = Pages(paged.k, paged.v, tables, buffers.lengths, self._longest)
         given = Given(taps, tap.dtype, tap.heads)
         return compare(places.to(taps.device, non_blocking=True), given, pages, scale=scale, softcap=softcap)
 

@@ -52,7 +52,7 @@ class RowRooms:
         spec, each = self._spec, EACH if verifies else 1
         rows = pad(rows, prefill.MOST_PIECES if verifies else 8)
         made = self.buffers[verifies] = RowBuffers(
-            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self.device, each
+            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self.device, each, pool.layers
         )
         return made
 

@@ -55,8 +55,9 @@ class RowBuffers:
     ``tokens``, their ``positions``, how many keys each has ``seen``, its own among them, and of each row ``lengths``,
     the keys that it has after the step; 0 for padding. int64 [rows] are ``reads`` and ``writes``, the slots from and
     to which layers that keep a state move it; -1 for padding.
-    ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
-    ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
+    ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [stored, rows, table_rows, blocks],
+    of layers that store keys, ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself
+    (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading
     (selection.forms.Numbers). ``reach`` int32 [layers, rows, kv_heads]: how far stopping rules went in the last step,
@@ -74,6 +75,7 @@ class RowBuffers:
         heads: int,
         device: torch.device,
         each: int = 1,
+        stored: int | None = None,
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
@@ -81,7 +83,8 @@ class RowBuffers:
         self._inputs = torch.zeros(6, rows * each, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.seen, self.lengths, self.reads, self.writes = self._inputs
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
+        shape = layers if stored is None else stored, rows, table_rows, blocks
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self.first, self.second = torch.zeros(2, layers, rows, dtype=torch.int32, device=device)
         self.share = torch.zeros(layers, rows, dtype=torch.float32, device=device)

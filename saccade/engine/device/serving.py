@@ -55,6 +55,8 @@ class DeviceServing:
             return "rows that may be taken back change states by the host" if one.together else "no second slot is free"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
+            if memory.kv.pool.shares_layers:
+                return "layers read others' KV blocks, which may not be resident"
             if not self.watch.idle and not memory.kv.resident:
                 return "somebody looks on, and some of its KV blocks are not resident"
             if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:

@@ -181,7 +181,7 @@ class Memories(dict[int, SequenceMemory]):
 
     def forget_states(self, sequence: int) -> None:
         """Drop what the decode method has learnt, and nothing else."""
-        self[sequence].states = [None] * self[sequence].kv.layers
+        self[sequence].states = [None] * self[sequence].kv.readers
 
     def has_state(self, sequence: int) -> bool:
         """Whether a decode method knows anything."""

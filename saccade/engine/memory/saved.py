@@ -159,7 +159,7 @@ def finish_restore(
         if kv.length != wanted:
             raise SaccadeError(f"keys of {kv.length} tokens where {wanted} were computed")
         spec, seen = model.spec, max(wanted, data["seen"])
-        sizes = Sizes(kv.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
+        sizes = Sizes(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
         memories.load_states(sequence.id, {name: _read_list(name, saved, sizes) for name in LISTS})
         memories.load_kept(sequence.id, wanted, under(KEPT, saved.tensors))
     except MalformedSession:

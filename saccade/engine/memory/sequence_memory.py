@@ -115,7 +115,7 @@ class SequenceMemory:
 
     @hosted.setter
     def hosted(self, hosted: HostedMemory) -> None:
-        self._hosted, self._states, self._on_device = hosted, [None] * self.kv.layers, None
+        self._hosted, self._states, self._on_device = hosted, [None] * self.kv.readers, None
 
     def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
         """The device state of ``method``; ``opened`` makes one of the states of all layers where there is none."""
@@ -146,7 +146,7 @@ class SequenceMemory:
         own = None if self.kept is None else self.kept.save(length)
         held = self._states, self._on_device, self._opened_by, self._hosted
         stands, self._hosted = self.stands, None
-        self.states = [None] * self.kv.layers
+        self.states = [None] * self.kv.readers
         try:
             yield
         finally:
@@ -243,7 +243,7 @@ class SequenceMemory:
             self.kv.truncate(min(length, self.kv.length))
             return True
         if cut is Cut.REJECTED:
-            self.states = self.history.rollback(length, self.kv.layers)
+            self.states = self.history.rollback(length, self.kv.readers)
         elif cut is Cut.DRAFTED:
             self.states, self.carried, self._aside = self._aside, None, []
         elif cut is Cut.FORGOTTEN:
@@ -270,7 +270,7 @@ class SequenceMemory:
         evicting = [state for state in self.states if isinstance(state, Evicting)]
         broken = self.is_learning or (torn and self.knows)
         known = max((gone.shape[1] for gone in self.gone if gone is not None), default=0)
-        self.watched, self.tails = [None] * self.kv.layers, [None] * self.kv.layers
+        self.watched, self.tails = [None] * self.kv.readers, [None] * self.kv.readers
         back = mark is not None and mark.reached == length
         if mark is not None and back and mark.states:
             self.states, self.gone = list(mark.states), list(mark.gone)
@@ -288,7 +288,7 @@ class SequenceMemory:
 
     def forget_method(self) -> None:
         """Drop all that decode methods know."""
-        layers = self.kv.layers
+        layers = self.kv.readers
         self.states, self.tails = [None] * layers, [None] * layers
         self.gone, self.watched = [None] * layers, [None] * layers
         self.history.clear()

@@ -74,7 +74,7 @@ class HostBackend:
         setting, spec = self.setting, self.setting.spec
         self.done()
         wants_all = setting.watch.wants_all if spec.ends_attending and not all_rows else _all_rows
-        frozen = frozen_rows(step.scheduled, spec.layers, wants_all)
+        frozen = frozen_rows(step.scheduled, spec.layers, wants_all, spec.stored)
         hosted = self._hosting.gather(rows, frozen is None)
         attention = HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         gone = {id(one) for part in hosted for one in part.requests}
@@ -156,7 +156,7 @@ class HostAttention:
             return "rows are frozen in some layers"
         return "an audit looks at every layer" if self.setting.watch.audits else None
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         self.setting.watch.pulse.beat()
         self._settle_resolved(layer, q, spec)
         served = self.joined is not None or self.hosted or self.resolved
@@ -167,7 +167,7 @@ class HostAttention:
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         hosted = [(part, self._places(layer, part.requests)) for part in self.hosted]
         for part, places in hosted:
-            part.send(layer, q[:, places], k[:, places], v[:, places], spec)
+            part.send(layer, q[:, places], *_of(places, k, v), spec)
             part.foresee(layer)
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
@@ -191,7 +191,7 @@ class HostAttention:
             count = here.stop - here.start
             apart = expands(self.setting, rows, spec, count) or not (several and waits(rows, q))
             if own is None and not batches(rows, q) and apart:
-                attended = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped, here.start)
+                attended = self._attend(rows, layer, q[:, here], *_of(here, k, v), spec, skipped, here.start)
                 if attended is not None:
                     out[:, here] = attended
                 continue
@@ -199,7 +199,8 @@ class HostAttention:
                 if own is not None:
                     own.run(layer, q, k, v, spec, out)
                     continue
-                rows.memory.kv.append(layer, k[:, here], v[:, here])
+                if k is not None and v is not None:
+                    rows.memory.kv.append(layer, k[:, here], v[:, here])
                 chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
                 if not together.takes(q, chosen):
                     out[:, here] = finish(self.setting, chosen, spec, read(self.setting, chosen))
@@ -248,11 +249,13 @@ class HostAttention:
         """Keep what the rows ``skipped`` (bool [rows]) leave at ``layer``: ``k``, ``v``, or the layer before's."""
         scheduled, kv = rows.scheduled, rows.memory.kv
         count = int(skipped.sum())
-        if copies:
+        if copies and self.setting.spec.stores(layer):
             before, here = kv.view(layer - 1), skipped.to(k.device)
             first, last = scheduled.start, scheduled.stop
             k, v = before.keys(first, last)[:, here], before.values(first, last)[:, here]
-        if count < scheduled.length:
+        if not self.setting.spec.stores(layer):
+            pass  # what it reads is there
+        elif count < scheduled.length:
             self.held[scheduled.request_id] = k, v
         else:
             kv.append(layer, k, v)
@@ -274,8 +277,8 @@ class HostAttention:
         rows: RequestRows,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         spec: LayerAttention,
         skipped: Tensor | None,
         place: int = 0,
@@ -288,9 +291,11 @@ class HostAttention:
         parts, spans, done = [], [(0, scheduled.length)], 0
         try:
             if skipped is not None:
-                k, v = interleaved(skipped, self.held.pop(scheduled.request_id), k, v)
                 spans = list(runs(~skipped))
-            kv.append(layer, k, v)
+            if k is not None and v is not None:
+                if skipped is not None:
+                    k, v = interleaved(skipped, self.held.pop(scheduled.request_id), k, v)
+                kv.append(layer, k, v)
             few: list[tuple[int, int]] = []
             for first, end in spans:
                 most = max(1, LISTED // (len(q) * (scheduled.start + end))) if rows.method.row_by_row else end - first
@@ -309,6 +314,11 @@ class HostAttention:
         finally:
             if before is not None:
                 count_tiers(rows, before)
+
+
+def _of(rows: slice | list[int], k: Tensor | None, v: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Some rows of keys and values [kv_heads, rows, head_dim], where a layer has any."""
+    return (None, None) if k is None or v is None else (k[:, rows], v[:, rows])
 
 
 def _earliest(frozen: FrozenRows, layers: int) -> int:

@@ -87,7 +87,7 @@ class RequestRows:
         """Where rows of a verification write down what they see; it goes with their result."""
         kv, one = self.memory.kv, self.scheduled
         held = self.memory.weighed
-        made = Weighed.for_rows(held, one.start, kv.layers, one.length, kv.pool.format.kv_heads)
+        made = Weighed.for_rows(held, one.start, kv.readers, one.length, kv.pool.format.kv_heads)
         self.memory.weighed = self.result.weighed = made
         return made
 

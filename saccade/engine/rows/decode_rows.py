@@ -67,7 +67,13 @@ class JoinedRows:
         return rows
 
     def run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory; by default of a new tensor."""
@@ -199,7 +205,12 @@ def _planned(rows: RequestRows, fixed: FixedRow | None, group: int) -> PlannedRo
         assert isinstance(fixed.reads, Readings)
         layers = [layer for layer, (own, _) in enumerate(kv.pool.places) if own == group]
         return PlannedRow(
-            rows.first, length - count, kv.parts[group].tables, fixed.reads.of_layers(layers), length=count, region=REGION
+            rows.first,
+            length - count,
+            kv.parts[group].tables,
+            fixed.reads.of_layers(layers),
+            length=count,
+            region=REGION,
         )
     if rows.together:
         weighed = rows.weighed() if fixed.weighs else None

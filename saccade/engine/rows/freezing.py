@@ -2,6 +2,8 @@
 
 A policy's freeze skips deep layers of early rows. The last layer's output is of no use to most rows of a prefill: only
 the prompt's last rows are looked at, by the head and by methods, so the others leave their keys and values and stop.
+Where the last layers store none, but read what earlier ones have stored (models.interface.ModelSpec), the others skip
+all of these.
 
 What is skipped depends on positions and on the length of the context when its prefill ends, never on chunks or on the
 batch; so keys that were dropped come back the same.
@@ -22,10 +24,14 @@ READ_ROWS = 128  # last rows of a prefill that always run whole: what prefill me
 
 
 def frozen_rows(
-    batch: Sequence[ScheduledRequest], layers: int, all_read: Callable[[int], bool] = lambda _: False
+    batch: Sequence[ScheduledRequest],
+    layers: int,
+    all_read: Callable[[int], bool] = lambda _: False,
+    stored: int | None = None,
 ) -> FrozenRows | None:
     """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether somebody looks at
-    the attention of every row of a request, given by its id, so that only what a policy freezes is skipped."""
+    the attention of every row of a request, given by its id, so that only what a policy freezes is skipped. The first
+    ``stored`` layers, by default all, store keys and values."""
     if all(rows.phase != "prefill" for rows in batch):
         return None
     first, projected = [], []
@@ -34,7 +40,7 @@ def frozen_rows(
         frozen_from = _first_frozen(rows, positions, layers)
         if not all_read(rows.request_id) and _leaves_unread(rows):
             unread = positions < rows.span_stop - _read_rows(rows)
-            frozen_from = torch.where(unread, frozen_from.clamp(max=layers - 1), frozen_from)
+            frozen_from = torch.where(unread, frozen_from.clamp(max=_unread_from(layers, stored)), frozen_from)
         first.append(frozen_from)
         projected.append(torch.full((rows.length,), rows.policy.freeze is None or not rows.policy.freeze.copies))
     frozen = FrozenRows(torch.cat(first), torch.cat(projected))
@@ -52,14 +58,19 @@ def _leaves_unread(rows: ScheduledRequest) -> bool:
     )
 
 
+def _unread_from(layers: int, stored: int | None) -> int:
+    """The first layer whose output no later layer's keys and values hang on."""
+    return layers - 1 if stored is None else min(stored, layers - 1)
+
+
 def _read_rows(rows: ScheduledRequest) -> int:
     return max(READ_ROWS, rows.policy.decode.tail_rows)
 
 
-def is_frozen(rows: ScheduledRequest, position: int, layer: int, layers: int) -> bool:
+def is_frozen(rows: ScheduledRequest, position: int, layer: int, layers: int, stored: int | None = None) -> bool:
     """Whether the row at ``position`` of the prefill that ``rows`` belong to skips ``layer``, or lies before all that
-    are read there."""
-    if layer == layers - 1 and position < rows.span_stop - _read_rows(rows):
+    are read there. ``stored``: see :func:`frozen_rows`."""
+    if layer >= _unread_from(layers, stored) and position < rows.span_stop - _read_rows(rows):
         return True
     if rows.policy.freeze is None:  # asked for in every layer, where a device's answer would have to be waited for
         return False

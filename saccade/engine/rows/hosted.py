@@ -106,9 +106,10 @@ class HostedRows:
         self._heads = self._down = 0
         self._result: Tensor
 
-    def send(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
-        """Begin to bring the rows' queries, keys and values down."""
-        self._heads, self._down = q.shape[0], self._lane.send(q, k, v)
+    def send(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> None:
+        """Begin to bring the rows' queries, and keys and values if there are any, down."""
+        self._heads = q.shape[0]
+        self._down = self._lane.send(q) if k is None or v is None else self._lane.send(q, k, v)
         if layer == 0:
             self._joined.settle_fixed(q.new_empty(q.shape, device="cpu"), spec)
 
@@ -119,7 +120,8 @@ class HostedRows:
 
     def attend(self, layer: int, spec: LayerAttention) -> None:
         """Attend on the CPU, once the queries are here."""
-        q, k, v = self._lane.wait()
+        q, *stored = self._lane.wait()
+        k, v = stored or (None, None)
         heads, count, width = q.shape
         out = self._lane.room("out", (count, heads, width), q.dtype)
         if self._joined.chosen:

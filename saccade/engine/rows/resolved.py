@@ -65,7 +65,7 @@ class ResolvedRow:
         plain = KVView(self._kv.view(0).layout())
         return spec.sinks is None and cpu_rows.serves(q, plain, self.setting.backend) is None
 
-    def ask(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def ask(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention, out: Tensor) -> None:
         """Before :meth:`run`, where other rows come first: choose, and begin to bring in what is absent, if memory has
         room for as much again. What goes wrong is raised there."""
         if not self._gated or self.setting.watch.clock is not None or self.fixed.rows.result.error is not None:
@@ -78,7 +78,7 @@ class ResolvedRow:
             self._let_go()
             self._failure = error
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention, out: Tensor) -> None:
         """As of host_rows.JoinedRows. Raises what Tiers.fetch raises."""
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -121,7 +121,14 @@ class ResolvedRow:
         kv.stored(1)
 
     def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        out: Tensor,
+        watched: bool = False,
     ) -> float:
         """Which share of the time went to choosing, if ``watched``."""
         began = time.perf_counter()
@@ -157,7 +164,14 @@ class ResolvedRow:
         return chosen * share / (time.perf_counter() - began)
 
     def _choose(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        out: Tensor,
+        watched: bool = False,
     ) -> float:
         """The first call of a layer, which attends where nothing is absent, once. As :meth:`_attend`."""
         if self._planned is None:
@@ -169,7 +183,14 @@ class ResolvedRow:
         return share
 
     def _run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor, watched: bool = False
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: LayerAttention,
+        out: Tensor,
+        watched: bool = False,
     ) -> float:
         assert self._planned is not None
         self._tiers.opened(slice(layer, layer + 1), self._tail)
@@ -218,7 +239,7 @@ def resolved(
     for rows in some:
         pool = rows.memory.kv.pool
         tiers = pool.tiers
-        if not isinstance(tiers, Tiers) or not pool.absent:
+        if not isinstance(tiers, Tiers) or not pool.absent or pool.shares_layers:
             break
         if isinstance(tiers.tier, HostTier) and tiers.tier.compute.mode != "device":
             break

@@ -31,7 +31,7 @@ def follow_prefill(rows: ScheduledRequest, memory: SequenceMemory, chunk: Chunk,
     if method.watches and not slides:
         memory.watched[layer] = method.watch(replace(chunk, states=()) if rows.after_cut else chunk)
     first = chunk.shape.q_start
-    if first == rows.span_start or is_frozen(rows, first - 1, layer, chunk.layers):
+    if first == rows.span_start or is_frozen(rows, first - 1, layer, chunk.layers, memory.kv.layers):
         memory.tails[layer] = None
     if method.tail_rows > 0:
         before = memory.tails[layer]
