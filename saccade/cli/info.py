@@ -68,6 +68,8 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
     sizes = sorted({window for window in facts.layer_windows if window is not None})
     states = f", {facts.state_layers} of them keep a state" if facts.state_layers else ""
     windows = f", {facts.windows} of them over a window of {' and '.join(f'{one:,}' for one in sizes)}" if sizes else ""
+    readers = len(facts.layer_windows) - facts.stored_layers
+    shared = f", stored by {facts.stored_layers} layers and read by {readers} more" if readers else ""
     room = f"{show_bytes(free)} free here: "
     if fits == facts.context:
         room += f"its whole context fits beside the weights ({show_bytes(fits * facts.token_bytes)} of keys and values)"
@@ -90,7 +92,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "activations": facts.dtype,
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
-        "latents" if facts.latent else "keys and values": f"{show_bytes(facts.token_bytes)} a token",
+        "latents" if facts.latent else "keys and values": f"{show_bytes(facts.token_bytes)} a token{shared}",
         **({"states": f"{show_bytes(facts.state_bytes)} a sequence"} if facts.state_layers else {}),
         "memory": room,
     }

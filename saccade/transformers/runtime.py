@@ -25,7 +25,7 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.methods.verified import Verified
 from saccade.models.attention import ATTENTION_NAME
 from saccade.models.calibration import Calibrations
-from saccade.models.families import FAMILIES, configured_windows, keeping_layers
+from saccade.models.families import FAMILIES, configured_windows, keeping_layers, read_layers
 from saccade.models.hf_config import max_position
 from saccade.models.interface import ModelSpec
 from saccade.ops import fa4
@@ -75,6 +75,11 @@ class Runtime:
             raise ModelError(
                 f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': transformers' layers make keys "
                 "and values of latents before they attend; use saccade.LLM, or attn_implementation='sdpa'"
+            )
+        if read_layers(FAMILIES[model_type], config):
+            raise ModelError(
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its last layers read keys that "
+                "earlier ones have stored; use saccade.LLM, or attn_implementation='sdpa'"
             )
         self._config = weakref.ref(config)
         self.policy = usable(Policy.parse(os.environ.get(POLICY) or "dense"))
