@@ -14,7 +14,7 @@ from test_hybrids import SPARSE
 from tiny_models import edit_config, make_checkpoint, one_thread, oracle_logits, random_ids  # noqa: F401
 
 from saccade import SamplingParams
-from saccade.engine.freezing import READ_ROWS
+from saccade.engine.rows.freezing import READ_ROWS
 from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
@@ -45,7 +45,7 @@ def copying():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("saccade.models.probe.read_layers", lambda family, config: ())
         patch.setattr("saccade.models.modules._STORED", {})
-        patch.setattr("saccade.engine.freezing._leaves_unread", lambda rows: False)  # they would leave no copies
+        patch.setattr("saccade.engine.rows.freezing._leaves_unread", lambda rows: False)  # they would leave no copies
         yield
 
 
@@ -153,7 +153,7 @@ def counts(report) -> list:
 def test_every_method_reads_as_of_copies(engines, policy, monkeypatch):
     """The same keys of the same layers: a layer that reads others' keys chooses of them by its own queries."""
     ids = random_ids(150, seed=5)
-    monkeypatch.setattr("saccade.engine.freezing._leaves_unread", lambda rows: False)
+    monkeypatch.setattr("saccade.engine.rows.freezing._leaves_unread", lambda rows: False)
     kernels, reference = (llm.generate(ids, LONG, policy=policy)[0] for llm in engines[:2])
     with copying():
         copies = engines[2].generate(ids, LONG, policy=policy)[0]
