@@ -213,8 +213,8 @@ class RequestResult:
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
     told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
     know (engine.steps.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token
-    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention; ``passed_on``: why
-    a backend that was asked first did not serve them."""
+    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention;
+    ``passed_on``: why a backend that was asked first did not serve them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
