@@ -171,7 +171,7 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         head_dim = row = config.kv_lora_rank + config.qk_rope_head_dim
         kv_heads = 1
     windows = configured_windows(family, config)
-    stored = len(set(read_layers(family, config))) or len(windows)
+    storing = len(set(read_layers(family, config))) or len(windows)
     keeps = bool(keeping_layers(family, config))
     with quiet_transformers():
         states = KeepingLayers(model.get_decoder().layers, family, config).format if keeps else None
@@ -196,8 +196,8 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         step_share=_read_each_step(config, numbers) / max(1, sum(numbers.values())),
         state_layers=0 if states is None else states.layers,
         state_bytes=0 if states is None else states.nbytes,
-        token_bytes=stored * kv_heads * row * dtype.itemsize,
-        stored_layers=stored,
+        token_bytes=storing * kv_heads * row * dtype.itemsize,
+        stored_layers=storing,
         latent=family.latent,
         tokenizer=_kind(tokenizer.available, {} if header is None else header.metadata),
         chat_template=tokenizer.available and tokenizer.has_chat_template,

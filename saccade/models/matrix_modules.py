@@ -181,8 +181,8 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
     absent = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
     if absent is not None:
         raise ModelError(
-            f"{model.config.model_type}: quantised files are not read of a model with {absent.rpartition('.')[2]}, which "
-            "no file holds; give a checkpoint of plain numbers, with quantize=int8 or int4 if it is to be smaller"
+            f"{model.config.model_type}: quantised files are not read of a model with a {absent.rpartition('.')[2]}, "
+            "which no file holds; give a checkpoint of plain numbers, with quantize='int8' or 'int4' to make it smaller"
         )
 
 
