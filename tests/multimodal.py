@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import _BASE, CONFIGS, byte_tokenizer
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMultimodalLM
 
 from saccade.models.text_part import SAME_AS, WRAPPERS
 
@@ -28,6 +31,7 @@ _TEXT: dict[str, dict[str, Any]] = {
 }
 _OF_TEXT = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "mistral3": "mistral",
     "exaone4_5": "exaone4",
     "qwen3_5": "qwen3_5_text",
@@ -55,7 +59,8 @@ def make_multimodal(wrapper: str, folder: Path, *, seed: int = 0, **whole: Any) 
             parts[name] = {key: size for key, size in _SMALL.items() if key in known} | {"model_type": part.model_type}
     torch.manual_seed(seed)
     config = kind(**parts, **{"tie_word_embeddings": False, **whole})
-    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with _without_timm():
+        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -68,6 +73,18 @@ def make_multimodal(wrapper: str, folder: Path, *, seed: int = 0, **whole: Any) 
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Gemma 3n's images are seen by a model of timm's, which need not be installed for text."""
+    made = AutoModel.from_config
+
+    def small(config: Any, **asked: Any) -> Any:
+        return torch.nn.Linear(4, 4) if config.model_type == "gemma3n_vision" else made(config, **asked)
+
+    with patch.object(AutoModel, "from_config", small):
+        yield
 
 
 def wrapped(text: Path, folder: Path, wrapper: str, layout: str) -> Path:

@@ -88,10 +88,8 @@ FEATURES = [
         "the 1,024 tokens in blocks of 16",
     ),
     ({"model_type": "qwen4_exp_text", "layer_types": ["linear_attention"]}, "recurrent"),
-    ({"model_type": "gemma3n_text"}, "shared between layers"),
     ({"model_type": "gemma4_text"}, "heads of two sizes"),
     ({"model_type": "gemma4_text", "num_kv_shared_layers": 20}, "shared between layers"),
-    ({"model_type": "gemma3n_text", "num_kv_shared_layers": 0}, "an embedding of every token for each layer"),
     ({"model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 64}, "an embedding of every token for each"),
     ({"model_type": "gemma4_text", "head_dim": 64, "per_layer_config": {"1": {"head_dim": 128}}}, "heads of two sizes"),
     (

@@ -32,7 +32,7 @@ from saccade.models import load_model
 from saccade.models.text_part import WRAPPERS
 from saccade.models.tokenizer import load_tokenizer
 
-QUICK = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QUICK = ("gemma3", "gemma3n", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CLOSE = {"rtol": 0, "atol": 1e-4}
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

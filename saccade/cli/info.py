@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,8 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
     sizes = sorted({window for window in facts.layer_windows if window is not None})
     states = f", {facts.state_layers} of them keep a state" if facts.state_layers else ""
     windows = f", {facts.windows} of them over a window of {' and '.join(f'{one:,}' for one in sizes)}" if sizes else ""
+    readers = len(facts.layer_windows) - facts.stored_layers
+    shared = f", stored by {facts.stored_layers} layers and read by {readers} more" if readers else ""
     room = f"{show_bytes(free)} free here: "
     if fits == facts.context:
         room += f"its whole context fits beside the weights ({show_bytes(fits * facts.token_bytes)} of keys and values)"
@@ -83,17 +86,27 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "layers": f"{facts.layers}{states}{windows}",
         "heads": f"{facts.heads}, one latent of {facts.head_dim} channels for all"
         if facts.latent
-        else f"{facts.heads}, {facts.kv_heads} of keys and values, {facts.head_dim} wide",
+        else f"{facts.heads}, {_key_heads(facts)}",
         "context": f"{facts.context:,} tokens",
         "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
         + ("" if facts.weights_here else " (no weights here: what config.json lets expect)"),
         "activations": facts.dtype,
         "tokenizer": f"{facts.tokenizer or 'none: give token ids'}, {facts.vocabulary:,} tokens, "
         f"{'a' if facts.chat_template else 'no'} chat template",
-        "latents" if facts.latent else "keys and values": f"{show_bytes(facts.token_bytes)} a token",
+        "latents" if facts.latent else "keys and values": f"{show_bytes(facts.token_bytes)} a token{shared}",
         **({"states": f"{show_bytes(facts.state_bytes)} a sequence"} if facts.state_layers else {}),
         "memory": room,
     }
+
+
+def _key_heads(facts: ModelFacts) -> str:
+    """Heads of keys and values, and how wide they are; where layers differ, in how many of them."""
+    if not facts.shapes:
+        return f"{facts.kv_heads} of keys and values, {facts.head_dim} wide"
+    kinds = Counter(facts.shapes)
+    return "; ".join(
+        f"in {layers} layers {heads} of keys and values, {width} wide" for (heads, width), layers in kinds.items()
+    )
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:

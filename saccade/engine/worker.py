@@ -13,7 +13,7 @@ import torch
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
 from saccade.engine.memory import kept_states as kept
 from saccade.engine.memory.memories import Memories
-from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.calls import Setting
 from saccade.engine.rows.suspended import Advanced, SuspendedPass
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult, results_of
@@ -77,7 +77,7 @@ class Worker:
         self.memories = Memories() if memories is None else memories
         self._alone = Alone()
         self._suspended: dict[int, SuspendedPass] = {}  # by request
-        self.host = HostBackend(setting, runner)
+        self.host = RowBackend(setting, runner)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
     @property

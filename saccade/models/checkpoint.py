@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from saccade.errors import ModelError, shown, whole_number
+from saccade.models.families import FAMILIES
 from saccade.models.packed_config import READ, scheme_of
 from saccade.models.packed_format import Stored
 from saccade.models.packed_header import PackedHeader, packed_header
@@ -98,6 +99,12 @@ def of_first_layers(checkpoint: Checkpoint, layers: int) -> Checkpoint:
     """The checkpoint as if it ended behind its first ``layers`` layers. ModelError where it has no more anyway."""
     config = {**checkpoint.config, "num_hidden_layers": layers}
     there = checkpoint.config.get("num_hidden_layers")
+    family = FAMILIES.get(checkpoint.config["model_type"])
+    if family is not None and (family.shares_keys or family.embeds_by_layer):
+        raise ModelError(
+            f"{checkpoint.path}: layers={shown(layers)}: layers of {family.model_type} share keys, and a table of what "
+            "each is told of a token; leave layers out"
+        )
     if not isinstance(there, int) or not 1 <= layers <= there:
         raise ModelError(f"{checkpoint.path}: layers={shown(layers)} must be from 1 to {there}, which the model has")
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade.errors import ModelError, shown
 from saccade.models.checkpoint import GGUF_LINK, Checkpoint, open_checkpoint, open_config
-from saccade.models.families import FAMILIES, configured_shapes, configured_windows, keeping_layers
+from saccade.models.families import FAMILIES, configured_shapes, configured_windows, keeping_layers, read_layers
 from saccade.models.headers import MOST_LAYERS, described_model, refuse_absent_or_other
 from saccade.models.hf_config import checked_config, max_position
 from saccade.models.keeping import KeepingLayers
@@ -36,9 +36,9 @@ class ModelFacts:
     as the config lets expect. ``context``: the longest sequence in tokens. ``windows``: layers that read a window of it
     alone, whose sizes ``layer_windows`` has, None for the others. ``step_share``: of the weights' bytes, those that a
     decode step of one sequence reads: no embedding that is no head too, and of experts those of one token.
-    ``token_bytes``: of a token's keys and values in all layers that attend, in ``dtype``, and ``layer_bytes`` in each;
-    ``shapes``, where layers differ: each one's KV heads and head_dim, of which ``kv_heads`` and ``head_dim`` are the
-    first's; ``state_bytes``: of what
+    ``token_bytes``: of a token's keys and values in the ``stored_layers`` that attend and store them, in ``dtype``,
+    others reading theirs again, and ``layer_bytes`` in each layer that attends; ``shapes``, where layers differ: each
+    one's KV heads and head_dim, of which ``kv_heads`` and ``head_dim`` are the first's; ``state_bytes``: of what
     ``state_layers`` layers keep of a sequence of any length instead. ``tokenizer``: its kind, None without one.
     ``own_loop``: whether layers run in our loop of Llama's shape, else as transformers' modules. ``latent``: whether
     what is kept of a token is a latent, a row of ``head_dim`` channels which all heads share."""
@@ -61,6 +61,7 @@ class ModelFacts:
     weights_here: bool
     step_share: float
     token_bytes: int
+    stored_layers: int
     state_layers: int
     state_bytes: int
     tokenizer: str | None
@@ -171,6 +172,7 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         for tensor in header.tensors:
             formats[tensor.kind] += tensor.nbytes
     windows = configured_windows(family, config)
+    reads = read_layers(family, config) or tuple(range(len(windows)))
     if family.latent:
         shapes = ((1, config.kv_lora_rank + config.qk_rope_head_dim),) * len(windows)
     elif not (shapes := configured_shapes(family, config)):
@@ -202,8 +204,9 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
         step_share=_read_each_step(config, numbers) / max(1, sum(numbers.values())),
         state_layers=0 if states is None else states.layers,
         state_bytes=0 if states is None else states.nbytes,
-        token_bytes=sum(each),
+        token_bytes=sum(each[layer] for layer in set(reads)),
         layer_bytes=each,
+        stored_layers=len(set(reads)),
         latent=family.latent,
         tokenizer=_kind(tokenizer.available, {} if header is None else header.metadata),
         chat_template=tokenizer.available and tokenizer.has_chat_template,
@@ -232,9 +235,11 @@ def _read_each_step(config: Any, numbers: Mapping[str, int]) -> float:
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or count) / count) if count else 1.0
     named = next((one for one in ("model.embed_tokens", "model.embeddings") if f"{one}.weight" in numbers), "")
     embedding = 0 if config.tie_word_embeddings else numbers.get(f"{named}.weight", 0)
+    embedding += numbers.get(_BY_LAYER, 0)  # of which a token's row is read
     return sum(one * (share if ".experts." in name else 1) for name, one in numbers.items()) - embedding
 
 
+_BY_LAYER = "model.embed_tokens_per_layer.weight"
 _EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
 
 

@@ -73,14 +73,15 @@ class LoadedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads of the weights: all but an embedding that is no output layer too."""
+        """What a decode step reads of the weights: all but embeddings that are no output layer too."""
         if self.runner.llama is not None:
             return self.runner.llama.weights.step_bytes
         model = self.runner.model
         embedding = model.get_input_embeddings().weight
         tied = embedding is model.get_output_embeddings().weight
+        by_layer = getattr(model.get_decoder(), "embed_tokens_per_layer", None)  # of which a token's row is read
         held = sum(one.nbytes for one in model.parameters()) + sum(one.nbytes for one in matrix_modules.matrices(model))
-        return held - (0 if tied else embedding.nbytes)
+        return held - (0 if tied else embedding.nbytes) - (0 if by_layer is None else by_layer.weight.nbytes)
 
     @property
     def matrix_bytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from saccade.errors import ModelError
 from saccade.models.families import FAMILIES
 from saccade.models.llama_weights import Use, WeightSource
 from saccade.ops.matrices import Matrix
@@ -177,6 +178,12 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
     rotary = FAMILIES[model.config.model_type].rotary
     if rotary is not None and getattr(decoder, rotary) is not None:  # it holds factors of its own
         setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
+    absent = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
+    if absent is not None:
+        raise ModelError(
+            f"{model.config.model_type}: quantised files are not read of a model with a {absent.rpartition('.')[2]}, "
+            "which no file holds; give a checkpoint of plain numbers, with quantize='int8' or 'int4' to make it smaller"
+        )
 
 
 class ModuleTensors:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from saccade.engine.attention import Watch
 from saccade.engine.memory.memories import Memories
-from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.checks import Checks
 from saccade.engine.settings.config import EngineConfig
@@ -25,7 +25,7 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.methods.verified import Verified
 from saccade.models.attention import ATTENTION_NAME
 from saccade.models.calibration import Calibrations
-from saccade.models.families import FAMILIES, configured_windows, keeping_layers
+from saccade.models.families import FAMILIES, configured_shapes, configured_windows, keeping_layers, read_layers
 from saccade.models.hf_config import max_position
 from saccade.models.interface import ModelSpec
 from saccade.ops import fa4
@@ -51,7 +51,7 @@ class Running:
     config: EngineConfig
     model: Shown
     pool: BlockManager
-    backend: HostBackend
+    backend: RowBackend
     checks: Checks
 
 
@@ -75,6 +75,16 @@ class Runtime:
             raise ModelError(
                 f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': transformers' layers make keys "
                 "and values of latents before they attend; use saccade.LLM, or attn_implementation='sdpa'"
+            )
+        if len(set(configured_shapes(FAMILIES[model_type], config))) > 1:
+            raise ModelError(
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}' with heads of more than one size; "
+                "use saccade.LLM, or attn_implementation='sdpa'"
+            )
+        if read_layers(FAMILIES[model_type], config):
+            raise ModelError(
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its last layers read keys that "
+                "earlier ones have stored; use saccade.LLM, or attn_implementation='sdpa'"
             )
         self._config = weakref.ref(config)
         self.policy = usable(Policy.parse(os.environ.get(POLICY) or "dense"))
@@ -150,7 +160,7 @@ class Runtime:
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, by_fa4)
         checks = Checks(model, pool, spec.max_position, calibrations)
-        return Running(config, model, pool, HostBackend(setting, cast(Any, None)), checks)
+        return Running(config, model, pool, RowBackend(setting, cast(Any, None)), checks)
 
 
 def usable(policy: Policy) -> Policy:

@@ -1,7 +1,7 @@
 """The device backend: decode steps of many requests at once on a GPU, a few launches a layer, recorded in CUDA graphs.
 
 It serves requests whose method has a device plan (selection.plan), and short chunks of dense prefills
-(engine.device_prefill); all others keep to the host backend, in the same step. Requests whose plans have one form are
+(engine.device.prefill); all others keep to the row backend, in the same step. Requests whose plans have one form are
 one group of rows, whatever their numbers. What is stored, read and counted is the same on both.
 """
 

@@ -177,7 +177,7 @@ class FixedPlans:
             spec = replace(spec, windows=(None,) * spec.layers)
         plan = method.device_plan(spec)
         if plan is None:
-            return f"'{method.text}': {method.host_only or 'no plan for this model'}"
+            return f"'{method.text}': {method.rows_only or 'no plan for this model'}"
         if len(set(plan.layers)) == 1 and plan.keeps:
             return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
         for one in dict.fromkeys(plan.layers):

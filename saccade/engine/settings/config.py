@@ -58,7 +58,7 @@ class EngineConfig:
     ``kv_pool``: one ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison.
     ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
     it.
-    ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
+    ``kv_compute``: where decode rows on the row path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/rows/hosted.py); or
     ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step; by default 4,096, and 8,192 of a dense prefill on
@@ -216,7 +216,7 @@ class EngineConfig:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:
             raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
-        rank_limits.check_config(self)
+        rank_limits.check_settings(vars(self))
 
     @property
     def chunk(self) -> int:

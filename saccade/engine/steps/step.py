@@ -205,16 +205,16 @@ class RequestResult:
     are wanted of these. ``late``: counts that stay on a device until a report is asked for. ``undone``: the step broke
     for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
     it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
-    and a tier; ``widest``: parts that it asked for at the layer that reads most, on the host path;
+    and a tier; ``widest``: parts that it asked for at the layer that reads most, on the row path;
     ``asked_bytes``: of all parts that it asked for; ``whole``: that was all of its keys, whatever it was to read.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
     told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
-    know (engine.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token is the
-    same, and the divergence from it in nats. ``path``: which way its rows took through attention; ``passed_on``: why
-    a backend that was asked first did not serve them."""
+    know (engine.steps.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token
+    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention;
+    ``passed_on``: why a backend that was asked first did not serve them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
