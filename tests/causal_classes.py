@@ -74,9 +74,6 @@ class Evidence:
     def shares_keys(self) -> bool:
         return bool(getattr(self.text, "num_kv_shared_layers", 0))
 
-    def head_sizes(self) -> set[int]:
-        return {one.head_dim for one in self.model.modules() if isinstance(getattr(one, "head_dim", None), int)}
-
     def parts(self) -> list[str]:
         return [name for name, one in vars(self.config).items() if isinstance(one, PreTrainedConfig)]
 

@@ -108,7 +108,7 @@ def _gemma4(head_dim: int, rng: random.Random) -> dict[str, Any]:
         "global_head_dim": rng.choice((head_dim, 2 * head_dim, 48)),
         "attention_k_eq_v": rng.random() < 0.5,
         "num_global_key_value_heads": rng.choice((None, 1, 2, 3)),
-        "hidden_size_per_layer_input": rng.choice((0, 8, 24)),
+        "hidden_size_per_layer_input": rng.choice((8, 24) if shared else (0, 8, 24)),  # as transformers runs them
         "vocab_size_per_layer_input": VOCAB,
         "final_logit_softcapping": rng.choice((None, 10.0)),
         "use_bidirectional_attention": rng.choice((None, "vision")),

@@ -32,6 +32,7 @@ _TEXT: dict[str, dict[str, Any]] = {
 _OF_TEXT = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "exaone4_5": "exaone4",
     "qwen3_5": "qwen3_5_text",

@@ -44,6 +44,7 @@ def test_the_good_copy_loads(folder):
 
 # --- features and families, by config alone --------------------------------------------------------------------------
 
+_GEMMA4 = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
 FEATURES = [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
@@ -88,20 +89,10 @@ FEATURES = [
         "the 1,024 tokens in blocks of 16",
     ),
     ({"model_type": "qwen4_exp_text", "layer_types": ["linear_attention"]}, "recurrent"),
-    ({"model_type": "gemma4_text"}, "heads of two sizes"),
-    ({"model_type": "gemma4_text", "num_kv_shared_layers": 20}, "shared between layers"),
-    ({"model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 64}, "an embedding of every token for each"),
-    ({"model_type": "gemma4_text", "head_dim": 64, "per_layer_config": {"1": {"head_dim": 128}}}, "heads of two sizes"),
-    (
-        {
-            "model_type": "gemma4_text",
-            "head_dim": 64,
-            "per_layer_config": {"1": {"head_dim": 64}},
-            "hidden_size_per_layer_input": 0,
-        },
-        "'gemma4_text' is not supported; supported: ",
-    ),
-    ({"model_type": "gemma4_unified_text", "head_dim": 64, "global_head_dim": 64}, "'gemma4_unified_text' is not"),
+    ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "not causal"),
+    ({**_GEMMA4, "num_global_key_value_heads": 3}, "multiple of num_global_key_value_heads (3)"),
+    ({**_GEMMA4, "global_head_dim": 0}, "global_head_dim must be a positive"),
+    ({"model_type": "gemma4_unified_text", "head_dim": 64, "global_head_dim": 64}, "a unified multimodal model"),
     ({"num_kv_shared_layers": 2}, "shared between layers"),
     ({"model_type": "mamba"}, "recurrent"),
     ({"model_type": "jamba"}, "recurrent"),

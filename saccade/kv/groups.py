@@ -76,6 +76,10 @@ class GroupedPool(BlockManager):
         return min(own, min(left, default=own) * self.layers)
 
     @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - super().free_blocks
+
+    @property
     def token_bytes(self) -> int:
         return sum(one.layers * one.format.block_bytes // one.format.block_size for one in self.groups)
 

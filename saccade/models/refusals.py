@@ -31,7 +31,7 @@ _UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 _SCALED_LOGITS = ("cohere", "cohere2", "granite", "granitemoe")
 _ALIBI = ("bloom", "mpt")
 _COUNTS = (
-    "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim",
     "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 _OTHER_MODALITIES = ("vision_config", "audio_config", "speech_config", "text_config", "thinker_config")
@@ -198,11 +198,11 @@ def _refuse_odd_sizes(config: Config, where: str) -> None:
             raise ModelError(f"{where}: {key} differs between layers, which is not supported")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{where}: {key} must be a positive whole number, got {value!r}")
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:
-        raise ModelError(
-            f"{where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
-        )
+    heads = config.get("num_attention_heads")
+    for key in ("num_key_value_heads", "num_global_key_value_heads"):
+        kv_heads = config.get(key)
+        if heads and kv_heads and heads % kv_heads:
+            raise ModelError(f"{where}: num_attention_heads ({heads}) must be a multiple of {key} ({kv_heads})")
     hidden = config.get("hidden_size")
     if _stores_latents(config):
         _refuse_odd_latents(config, where)

@@ -78,8 +78,8 @@ class Runtime:
             )
         if len(set(configured_shapes(FAMILIES[model_type], config))) > 1:
             raise ModelError(
-                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}' with heads of more than one size; "
-                "use saccade.LLM, or attn_implementation='sdpa'"
+                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its layers have heads of "
+                "more than one size; use saccade.LLM, or attn_implementation='sdpa'"
             )
         if read_layers(FAMILIES[model_type], config):
             raise ModelError(

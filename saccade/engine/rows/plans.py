@@ -66,15 +66,17 @@ class FixedPlans:
         """How a decode row reads, or why its method is to choose for each layer."""
         if (reason := self._followed(rows)) is not None:
             return reason
+        several = len(rows.memory.kv.parts) > 1
         if rows.together:
             plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
             if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
                 return "rows with sliding windows are attended one by one"
-            return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
+            weighs = not several and self._weighs(rows.scheduled.policy.decode)
+            return FixedRow(rows, plan, self._everything, None, weighs)
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         prepared = self._plan(method, length <= self._least_window)
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
-        if self.setting.spec.shapes:  # a plan that chooses says for how many KV heads, and states have as many
+        if several:  # a plan that chooses says for how many KV heads, and states have as many
             alike = fixed is not None and fixed.plan.choice is None and fixed.plan.blocks is None
             return fixed if fixed is not None and alike else SEVERAL_SIZES
         if fixed is not None:
@@ -151,7 +153,7 @@ class FixedPlans:
 
     def _weighs(self, method: Method) -> bool:
         """Whether the next draft is to know where rows under ``method`` looked."""
-        if not isinstance(method, Verified) or self.setting.spec.shapes:
+        if not isinstance(method, Verified):
             return False
         prepared = self._plan(method.draft, False)
         if isinstance(prepared, str) or prepared.readings is None:
