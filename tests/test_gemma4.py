@@ -7,15 +7,20 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+import torch
 from engine_helpers import EVERY, tokens
 from model_pairs import GREEDY, Pair
+from test_cli import run
 from test_hybrids import SPARSE
 from tiny_models import CONFIGS, make_checkpoint, one_thread, random_ids  # noqa: F401
+from transformers import Gemma4TextConfig
 
 from saccade import SamplingParams
 from saccade.cli.calibrate import run as calibrate
 from saccade.errors import CapacityError, ModelError, SaccadeError
+from saccade.kv import KVFormat, KVStorage
 from saccade.kv.groups import GroupedKV, GroupedPool, Groups
+from saccade.kv.saved import save_kv
 from saccade.methods.policy import Policy
 from saccade.models.facts import described
 from saccade.ops import cpu
@@ -159,8 +164,6 @@ def test_a_session_of_other_sizes_is_computed_again(pair, wide, tmp_path):
             theirs.generate(random_ids(5, seed=1), GREEDY)
             memories = other.engine.worker.memories
             number = next(iter(memories))
-            from saccade.kv.saved import save_kv
-
             with pytest.raises(SaccadeError, match="saved KV has others="):
                 memories.check_kv(number, save_kv(saved))
 
@@ -181,7 +184,7 @@ def test_calibrations_have_each_layers_size(tmp_path):
     own = Pair(make_checkpoint("gemma4_text", tmp_path / "model", max_position_embeddings=512))
     with own.llm() as llm:
         calibrate(llm, "channels", random_ids(120, seed=2))
-    policy, ids = "double_sparsity(k=24, dense_layers=0)", random_ids(150, seed=3)
+    policy, ids = "double_sparsity(k=24, dense_layers=0, dense_upto=0)", random_ids(150, seed=3)
     outputs = [own.llm(backend=backend).generate(ids, LONG, policy=policy)[0] for backend in ("auto", "reference")]
     assert [one.error for one in outputs] == [None, None]
     assert tokens(outputs[0]) == tokens(outputs[1])
@@ -243,6 +246,32 @@ def test_every_method_over_groups_of_layers(engines, policy):
                 assert one.report[phase][name] == pytest.approx(other.report[phase][name], rel=0.02), (phase, name)
 
 
+@CPU
+@pytest.mark.parametrize("policy", POLICIES)
+def test_methods_where_windows_hide_nothing_and_sessions_with_what_they_know(unwindowed, policy, tmp_path):
+    """Every layer's heads, of both sizes, are the method's; a restored session goes on with what it knew."""
+    ids = random_ids(110, seed=5)
+    one, other = (llm.generate(ids, GREEDY, policy=policy)[0] for llm in unwindowed)
+    assert (one.error, other.error) == (None, None)
+    assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
+    llm = unwindowed[0]
+    with llm.session(policy=policy) as session:
+        session.generate(ids[:60], GREEDY)
+        session.save(tmp_path / "talk")
+        answer = session.generate(ids[60:80], GREEDY)
+    with llm.restore(tmp_path / "talk") as session:
+        output = session.generate(ids[60:80], GREEDY)
+    assert (session.note, output.error, output.report["recomputed_tokens"]) == (None, None, 0)
+    assert tokens(output) == tokens(answer)
+
+
+@pytest.fixture(scope="module")
+def unwindowed(tmp_path_factory):
+    sizes = {"sliding_window": 200, "max_position_embeddings": 512}
+    own = Pair(make_checkpoint("gemma4_text", tmp_path_factory.mktemp("unwindowed"), **sizes))
+    return own.llm(prefill_chunk=64), own.llm(prefill_chunk=64, backend="reference")
+
+
 def test_turns_edits_forks_and_preemption_give_every_block_back(pair):
     with pair.llm(kv_memory=20 * STEP, enable_prefix_caching=True) as llm:
         context: list[int] = []
@@ -272,3 +301,39 @@ def test_decode_rows_of_many_requests_share_a_call_a_layer(llm):
     outputs = llm.generate([random_ids(30 + 7 * number, seed=number) for number in range(3)], GREEDY)
     for output in outputs:
         assert {one["path"] for one in output.report["decode"]["paths"]} == {"layer"}
+
+
+def test_a_model_for_phones_at_128k_holds_what_info_says(tmp_path, capsys):
+    """Of 35 layers 15 store: 12 with a window, of heads of 256, and 3 of 512. A pool with room for 128K holds no byte
+    more; with a byte less there is room for a block less."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    sizes = {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "layer_types": kinds, "hidden_size": 1536}
+    sizes |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "use_double_wide_mlp": True,
+        "torch_dtype": "bfloat16",
+    }
+    Gemma4TextConfig(**sizes, architectures=["Gemma4ForCausalLM"]).save_pretrained(tmp_path)
+    facts, length = described(tmp_path), 131_072
+    assert (facts.token_bytes, facts.stored_layers) == ((12 * 256 + 3 * 512) * 2 * 2, 15)
+    assert sum(facts.layer_bytes) == (28 * 256 + 7 * 512) * 2 * 2  # 2.3 times as much, were nothing shared
+    # A step reads the last 512 tokens of 28 layers and all of 7, whoever stored them.
+    assert facts.kv_bytes(length) == (28 * 512 * 256 + 7 * length * 512) * 2 * 2
+    assert "18.0 KiB a token, stored by 15 layers and read by 20 more" in run(capsys, "info", str(tmp_path))[1]
+    stored = {kind: at for at, kind in enumerate(kinds[:15])}
+    reads = (*range(15), *(stored[kind] for kind in kinds[15:]))
+    groups = Groups.of(KVFormat(torch.bfloat16, *facts.shapes[0]), reads, facts.shapes)
+    for memory, fits in ((length * facts.token_bytes, True), (length * facts.token_bytes - 1, False)):
+        storages = [KVStorage(one, slots) for one, slots in zip(groups.layouts, groups.slots(memory))]
+        pool = groups.pool(storages, [None, None])
+        assert pool.fits(length) == fits
+        assert sum(part.nbytes for one in storages for part in one.parts) == memory - (0 if fits else 32 * 18432 - 1)
+        assert GroupedKV(pool).token_bytes == facts.token_bytes
+
+
+def test_profiled_memory_is_shared_out_by_bytes(pair):
+    with pair.llm(kv_memory="profile", max_model_len=128, max_requests=2) as llm:
+        assert [one.storage.num_blocks for one in llm.pool.groups] == [2 * 8 * one.layers for one in llm.pool.groups]
+        ids = random_ids(40, seed=1)
+        pair.check(ids, llm.generate(ids, GREEDY)[0])

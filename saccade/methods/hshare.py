@@ -262,6 +262,11 @@ class HShare(Method):
     def _settle_layers(self, states: Sequence[Shared | None]) -> None:
         """Find the layers that take others' sets, and forget what the comparison needed."""
         known = [(layer, state.critical) for layer, state in enumerate(states) if state and state.critical is not None]
+        for units in dict.fromkeys(len(critical) for _, critical in known):  # others have no such heads
+            self._settle_alike(states, [one for one in known if len(one[1]) == units])
+
+    def _settle_alike(self, states: Sequence[Shared | None], known: Sequence[tuple[int, Tensor]]) -> None:
+        """The same among layers of as many units."""
         rows = min((critical.shape[1] for _, critical in known), default=0)
         alike = torch.zeros(len(known), len(known), device="cpu")
         for i, (_, one) in enumerate(known):

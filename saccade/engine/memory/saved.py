@@ -159,7 +159,8 @@ def finish_restore(
         if kv.length != wanted:
             raise SaccadeError(f"keys of {kv.length} tokens where {wanted} were computed")
         spec, seen = model.spec, max(wanted, data["seen"])
-        sizes = Sizes(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
+        dtype = kv.pool.format.dtype
+        sizes = [Sizes(spec.layers, spec.heads, *spec.shape(layer), seen, dtype) for layer in range(spec.layers)]
         memories.load_states(sequence.id, {name: _read_list(name, saved, sizes) for name in LISTS})
         memories.load_kept(sequence.id, wanted, under(KEPT, saved.tensors))
     except MalformedSession:
@@ -181,14 +182,14 @@ def finish_restore(
     return sequence.note
 
 
-def _read_list(name: str, saved: SavedSession, sizes: Sizes) -> list[Any]:
-    """What one of the lists of a memory holds for each layer. MalformedSession where that cannot be; SaccadeError for
+def _read_list(name: str, saved: SavedSession, every: list[Sizes]) -> list[Any]:
+    """What one of the lists of a memory holds for each layer, of which ``every`` has the sizes. MalformedSession where that cannot be; SaccadeError for
     states of another version."""
     loaded = states.load(under(name, saved.tensors), saved.data["memory"][name])
-    require(isinstance(loaded, list) and len(loaded) == sizes.layers, f"it has no {name} of {sizes.layers} layers")
+    require(isinstance(loaded, list) and len(loaded) == len(every), f"it has no {name} of {len(every)} layers")
     fitting = Fitting(f"session's {name}")
     try:
-        for one in loaded:
+        for one, sizes in zip(loaded, every):
             if name == "tails" and one is not None:
                 fitting.tensor("rows", one, sizes.dtype, sizes.heads, None, sizes.head_dim)
             if name == "gone" and one is not None:

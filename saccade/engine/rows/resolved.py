@@ -155,7 +155,7 @@ class ResolvedRow:
                     raise TierError(f"KV blocks of layer {layer} were brought in and are not there")
             for hold in self._holds:
                 hold.stop()
-            before = tiers.counts.copy()
+            before = [tiers.counts.copy()]
             for hold in self._holds:
                 hold.wait()
             count_tiers(self.fixed.rows, before)
@@ -208,7 +208,7 @@ class ResolvedRow:
     def _fetch(self, layer: int) -> None:
         """Begin to bring in what the layer wants; without a gate, wait for it. The block that the new row is stored to
         is always waited for."""
-        wanted, before = self._home.blocks[: self._wanted], self._tiers.counts.copy()
+        wanted, before = self._home.blocks[: self._wanted], [self._tiers.counts.copy()]
         try:
             if self._begins:
                 if (self._tiers.slots_of(layer, self._tail) < 0).any():

@@ -51,18 +51,21 @@ class HeldRows:
         self._holds.clear()
 
 
-def tier_counts(rows: RequestRows) -> TierCounts | None:
-    """What the tier has counted so far; None without one, or while all is resident."""
-    pool = rows.memory.kv.pool
-    return pool.tiers.counts.copy() if pool.tiers is not None and pool.absent else None
+def tier_counts(rows: RequestRows) -> list[TierCounts] | None:
+    """What the tiers of each group of layers have counted so far; None without any, or while all is resident."""
+    tiers = [one.tiers for one in rows.memory.kv.pool.groups if one.tiers is not None]
+    absent = any(one.absent for one in rows.memory.kv.pool.groups)
+    return [one.counts.copy() for one in tiers] if tiers and absent else None
 
 
-def count_tiers(rows: RequestRows, before: TierCounts, layers: int = 1) -> None:
+def count_tiers(rows: RequestRows, before: list[TierCounts], layers: int = 1) -> None:
     """What was counted since ``before`` was for these rows, at so many layers alike."""
-    tiers, result = rows.memory.kv.pool.tiers, rows.result
-    assert tiers is not None
+    result = rows.result
     result.tiers = result.tiers or TierCounts()
-    moved = tiers.counts.since(before)
-    result.tiers.add(moved)
-    result.widest = max(result.widest, (moved.hits + moved.misses) // layers)
-    result.asked_bytes += (moved.hits + moved.misses) * tiers.tier.cell_bytes
+    for own, counted in zip(rows.memory.kv.pool.groups, before):
+        tiers = own.tiers
+        assert tiers is not None
+        moved = tiers.counts.since(counted)
+        result.tiers.add(moved)
+        result.widest = max(result.widest, (moved.hits + moved.misses) // layers)
+        result.asked_bytes += (moved.hits + moved.misses) * tiers.tier.cell_bytes
