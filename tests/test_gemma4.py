@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from covering import quick
 from engine_helpers import EVERY, tokens
 from model_pairs import GREEDY, Pair
 from test_cli import run
@@ -91,8 +92,13 @@ MEMORIES = {  # blocks of a sequence that there is room for
 }
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("which", ["pair", "wide"])
+@pytest.mark.parametrize(
+    ("which", "memory"),
+    quick(
+        [(which, memory) for which in ("pair", "wide") for memory in MEMORIES],
+        lambda *one: one in (("pair", "kernels"), ("wide", "preempted"), ("wide", "host"), ("pair", "disk")),
+    ),
+)
 def test_batches_of_ragged_prompts_in_every_memory(which, memory, request, tmp_path):
     own, prompts = request.getfixturevalue(which), [random_ids(length, seed=length) for length in (61, 1, 24, 200)]
     step = STEP if which == "pair" else 2 * NARROW + 2 * LARGE
@@ -201,6 +207,7 @@ FORMS = (
     "lossless(draft=quest(budget=32, block_size=16, dense_layers=0), tokens=3, lookup=2)",
     f"{SPARSE}+quest(budget=32, dense_layers=0)",
 )
+SHORT = ("topk", "quest", "hshare", "flexprefill")
 POLICIES = list(dict.fromkeys([*(one.text for one in EVERY), *(Policy.parse(one).text for one in FORMS)]))
 
 
@@ -232,7 +239,7 @@ def engines(pair, tmp_path_factory):
 
 
 @CPU
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(POLICIES, lambda one: one.startswith(SHORT)))
 def test_every_method_over_groups_of_layers(engines, policy):
     ids = random_ids(150, seed=5)
     outputs = [llm.generate(ids, LONG, policy=policy)[0] for llm in engines]
@@ -247,7 +254,7 @@ def test_every_method_over_groups_of_layers(engines, policy):
 
 
 @CPU
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(POLICIES, lambda one: one.startswith(SHORT)))
 def test_methods_where_windows_hide_nothing_and_sessions_with_what_they_know(unwindowed, policy, tmp_path):
     """Every layer's heads, of both sizes, are the method's; a restored session goes on with what it knew."""
     ids = random_ids(110, seed=5)
