@@ -232,7 +232,8 @@ def _refused(checkpoint: Checkpoint, reason: str) -> RefusedModel:
 def _read_each_step(config: Any, numbers: Mapping[str, int]) -> float:
     """Of a model's ``numbers`` by name, those that a decode step of one sequence reads."""
     count = next((one for name in _EXPERTS if (one := getattr(config, name, None))), None)
-    share = min(1.0, (getattr(config, "num_experts_per_tok", None) or count) / count) if count else 1.0
+    each = next((one for name in _EXPERTS_OF_A_TOKEN if (one := getattr(config, name, None))), count)
+    share = min(1.0, each / count) if count and each else 1.0
     named = next((one for one in ("model.embed_tokens", "model.embeddings") if f"{one}.weight" in numbers), "")
     embedding = 0 if config.tie_word_embeddings else numbers.get(f"{named}.weight", 0)
     embedding += numbers.get(_BY_LAYER, 0)  # of which a token's row is read
@@ -240,6 +241,7 @@ def _read_each_step(config: Any, numbers: Mapping[str, int]) -> float:
 
 
 _BY_LAYER = "model.embed_tokens_per_layer.weight"
+_EXPERTS_OF_A_TOKEN = "num_experts_per_tok", "top_k_experts"
 _EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
 
 

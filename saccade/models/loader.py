@@ -81,7 +81,7 @@ class LoadedModel:
         tied = embedding is model.get_output_embeddings().weight
         by_layer = getattr(model.get_decoder(), "embed_tokens_per_layer", None)  # of which a token's row is read
         held = sum(one.nbytes for one in model.parameters()) + sum(one.nbytes for one in matrix_modules.matrices(model))
-        return held - (0 if tied else embedding.nbytes) - (0 if by_layer is None else by_layer.weight.nbytes)
+        return held - (0 if tied else embedding.nbytes) - (0 if by_layer is None else _nbytes(by_layer))
 
     @property
     def matrix_bytes(self) -> int:
@@ -90,6 +90,12 @@ class LoadedModel:
             return self.runner.llama.weights.matrix_bytes
         modules = [one for one in self.runner.model.modules() if isinstance(one, (nn.Linear, MatrixProduct))]
         return sum(one.matrix.nbytes if isinstance(one, MatrixProduct) else one.weight.nbytes for one in modules)
+
+
+def _nbytes(embedding: Any) -> int:
+    """Of a module that looks rows up."""
+    held = getattr(embedding, "matrix", embedding.weight)
+    return int(held.nbytes)
 
 
 def load_model(

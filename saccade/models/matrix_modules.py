@@ -164,6 +164,9 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
             made = MatrixEmbedding(table, dtype, getattr(module, "scalar_embed_scale", None))
         elif module is head and tied:
             made = MatrixProduct(table)
+        elif isinstance(module, nn.Embedding):  # of a token for each layer
+            rows = source.matrix(name, use="table")
+            made = MatrixEmbedding(rows, dtype, getattr(module, "scalar_embed_scale", None))
         elif isinstance(module, nn.Linear):
             made = MatrixProduct(source.matrix(name, bias=module.bias is not None))
         elif isinstance(getattr(module, "down_proj", None), nn.Parameter):

@@ -15,9 +15,9 @@ from saccade.ops.group_rounding import BITS, CHANNELS, rounded_matrix
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.planes import packed
 
-_ENDS = "model.embed_tokens", "model.embeddings", "lm_head"
+_ENDS = "model.embed_tokens", "model.embed_tokens_per_layer", "model.embeddings", "lm_head"
 _ROUTERS = re.compile(
-    r"(^|(?<!\.experts)\.)(router|gate|shared_expert_gate)(\.layer)?$"
+    r"(^|(?<!\.experts)\.)(router|gate|shared_expert_gate)(\.layer|\.proj)?$"
 )  # small, and what they choose is coarse
 
 
