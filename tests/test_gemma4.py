@@ -20,8 +20,10 @@ from saccade import SamplingParams
 from saccade.cli.calibrate import run as calibrate
 from saccade.errors import CapacityError, ModelError, SaccadeError
 from saccade.kv import KVFormat, KVStorage
-from saccade.kv.groups import GroupedKV, GroupedPool, Groups
+from saccade.kv.grouped_sequence import GroupedKV
+from saccade.kv.groups import GroupedPool, Groups
 from saccade.kv.saved import save_kv
+from saccade.kv.sequence import SequenceKV
 from saccade.methods.policy import Policy
 from saccade.models.facts import described
 from saccade.ops import cpu
@@ -344,3 +346,8 @@ def test_profiled_memory_is_shared_out_by_bytes(pair):
         assert [one.storage.num_blocks for one in llm.pool.groups] == [2 * 8 * one.layers for one in llm.pool.groups]
         ids = random_ids(40, seed=1)
         pair.check(ids, llm.generate(ids, GREEDY)[0])
+
+
+def test_nothing_that_a_sequence_says_is_of_one_group_alone():
+    """A GroupedKV has no lengths and tables of its own, which SequenceKV's methods would ask."""
+    assert {name for name in vars(SequenceKV) if name[0] != "_"} - {"parts"} <= vars(GroupedKV).keys()

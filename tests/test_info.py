@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -49,12 +50,13 @@ def test_a_config_alone_says_what_the_loaded_model_has(family, tmp_path):
     assert (facts.parameters, facts.weights_here, here.weights_here) == (here.parameters, False, True)
     rows = 2 if spec.value_dim is None else 1
     assert facts.latent == (rows == 1)
-    assert facts.token_bytes == rows * spec.layers * spec.kv_heads * spec.head_dim * 4
+    each = [rows * math.prod(spec.shape(layer)) * 4 for layer in range(spec.layers)]
+    assert facts.token_bytes == sum(each[: spec.stored])
     experts = any(".experts." in name for name in model.runner.weights)
     assert facts.step_bytes <= model.weight_bytes if experts else facts.step_bytes == model.weight_bytes
     for tokens in (1, 6, 8, 100):
-        read = sum(min(tokens, window or tokens) for window in spec.windows)
-        assert facts.kv_bytes(tokens) == read * rows * spec.kv_heads * spec.head_dim * 4
+        read = sum(size * min(tokens, window or tokens) for size, window in zip(each, spec.windows))
+        assert facts.kv_bytes(tokens) == read
 
 
 LLAMA_8B = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.format import VERSION, KVFormat
-from saccade.kv.groups import open_kv
+from saccade.kv.grouped_sequence import open_kv
 from saccade.kv.row_formats import AUTO
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import KINDS, kept_dtype, parts_of

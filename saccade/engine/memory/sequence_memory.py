@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.engine.steps.carried import Carried, Weighed
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
-from saccade.kv.groups import open_kv
+from saccade.kv.grouped_sequence import open_kv
 from saccade.kv.hosted import HostedKV
 from saccade.kv.sequence_states import SequenceStates
 from saccade.methods.base import Evicting, Method

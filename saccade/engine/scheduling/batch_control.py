@@ -142,7 +142,8 @@ class BatchControl:
         for request, rows in batch:
             tiers = results[request.id].tiers
             if tiers is not None and rows.phase == "decode" and tiers.hits + tiers.misses:
-                asked = tiers.hits + tiers.misses
+                every = sum(one.layers for one in self.pool.groups)
+                asked = (tiers.hits + tiers.misses) * self.pool.layers // every  # of the pool's own layers
                 if self.pool.layers_apart:  # the layer that reads most says who fits beside whom
                     asked = max(asked, results[request.id].widest * self.pool.layers)
                 self._read(request, asked // max(1, rows.length), results[request.id].whole)
