@@ -155,7 +155,7 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
             for kv, own in zip(every, keys):
                 kv.append(layer, *own[layer, :, :, -1:])
             out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
-            planned.attend(layer, q[layer], out, 0.2, 9.0, threads)
+            planned.run(layer, q[layer], None, None, out, 0.2, 9.0, threads)
             got.append(out)
             touched.append([planned.touched(at) for at in range(len(rows))])
         for at, i in enumerate(order):
@@ -203,7 +203,7 @@ def test_rows_ranked_by_labels_get_what_the_reference_reads(method, dtype, monke
             for kv, own in zip(every, keys):
                 kv.append(layer, *own[layer, :, :, -1:])
             out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
-            planned.attend(layer, q[layer], out, 0.2, 9.0, threads)
+            planned.run(layer, q[layer], None, None, out, 0.2, 9.0, threads)
             with monkeypatch.context() as patch:
                 patch.setattr(cpu, "available", lambda: False)
                 for i, kv in enumerate(every):
@@ -398,11 +398,11 @@ def test_a_row_without_enough_blocks_or_summaries_is_refused():
     short = [one[:3] for one in kv.summaries("minmax", 16)]
     planned = PlannedRows([PlannedRow(0, 199, kv.tables, readings, short)], storage.k, storage.v)
     with pytest.raises(ValueError, match="summaries of 3 blocks do not reach 12"):
-        planned.attend(0, q[0], out, 0.2, None, 1)
+        planned.run(0, q[0], None, None, out, 0.2, None, 1)
     with pytest.raises(ValueError, match="last=0 must be at least 1"):
         native.BlockChoice(size=16, units=1, parts=2, first=0, last=0)
     with pytest.raises(SaccadeError, match="contiguous"):
-        planned.attend(0, q[0], torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
+        planned.run(0, q[0], None, None, torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
 
 
 def test_a_row_whose_anchors_do_not_fit_is_refused():
@@ -413,13 +413,13 @@ def test_a_row_whose_anchors_do_not_fit_is_refused():
     planned = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
     state._window[0, 1] = 200
     with pytest.raises(ValueError, match="hides the row's own key"):
-        planned.attend(0, q[0], out, 0.2, None, 1)
+        planned.run(0, q[0], None, None, out, 0.2, None, 1)
     state._counts.fill_(1)  # a place that is not there
     with pytest.raises(ValueError, match="anchors do not fit a row of 200 keys"):
-        planned.attend(1, q[1], out, 0.2, None, 1)
+        planned.run(1, q[1], None, None, out, 0.2, None, 1)
     assert state.reads(200) is not None  # which makes room
     again = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
-    again.attend(1, q[1], out, 0.2, None, 1)
+    again.run(1, q[1], None, None, out, 0.2, None, 1)
     assert state._counts.tolist() == [1, 2]
 
 
@@ -465,7 +465,7 @@ def test_a_row_whose_lists_are_full_or_that_keeps_more_than_its_budget_is_refuse
         reads = Kept(how, [native.KeptLayer(**room)] * LAYERS)
         planned = PlannedRows([PlannedRow(0, 199, kv.tables, reads)], storage.k, storage.v)
         with pytest.raises(ValueError, match=why):
-            planned.attend(0, q[0], out, 0.2, None, 1)
+            planned.run(0, q[0], None, None, out, 0.2, None, 1)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_labels_that_cannot_rank_are_refused(wrong, why):
         [PlannedRow(0, 199, kv.tables, Guessed(choice, [labels.known()] * LAYERS, KV_HEADS))], storage.k, storage.v
     )
     with pytest.raises(ValueError, match=why):
-        planned.attend(0, q[0], out, 0.2, None, 1)
+        planned.run(0, q[0], None, None, out, 0.2, None, 1)
 
 
 @pytest.fixture(scope="module")

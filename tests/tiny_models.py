@@ -138,7 +138,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
-    "gemma3n_text": {  # the last three layers store no keys; tokens from 259 on have no embedding for layers
+    "gemma3n_text": {  # the last three layers store no keys
         "head_dim": 16,
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -149,7 +149,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         "final_logit_softcapping": 5.0,
-        "vocab_size_per_layer_input": 259,
+        "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
         "altup_num_inputs": 3,
         "altup_active_idx": 1,

@@ -34,6 +34,17 @@ _INERT = frozenset(
 )
 
 
+class Elsewhere:
+    """What a layer hands over for keys and values that an earlier one has stored."""
+
+    def to(self, *where: Any) -> Elsewhere:
+        """It is on every device."""
+        return self
+
+
+ELSEWHERE = Elsewhere()
+
+
 class MissingContextError(RuntimeError):
     """A layer ran outside our layer loop: a programming error, not bad input."""
 
@@ -78,8 +89,8 @@ def layer_attention(module: nn.Module, scaling: float | None, extras: dict[str, 
 def saccade_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, rows, head_dim], post-RoPE
-    key: Tensor | None,  # [1, kv_heads, rows, head_dim], post-RoPE, the new rows only; None: of an earlier layer
-    value: Tensor | None,  # [1, kv_heads, rows, head_dim]
+    key: Tensor | Elsewhere,  # [1, kv_heads, rows, head_dim], post-RoPE, the new rows only
+    value: Tensor | Elsewhere,  # [1, kv_heads, rows, head_dim]
     attention_mask: Tensor | None,
     *,
     saccade: AttentionContext | None = None,
@@ -91,7 +102,7 @@ def saccade_attention(
     Without one, what ``serve_outside`` was given serves, or a MissingContextError says so. ModelError for a mask or a
     keyword that carries meaning we do not implement.
     """
-    if saccade is None and _outside and key is not None and value is not None:
+    if saccade is None and _outside and isinstance(key, Tensor) and isinstance(value, Tensor):
         spec = layer_attention(module, scaling, extras, query.shape[-1])
         return _outside[0](module, query, key, value, attention_mask, spec), None
     if saccade is None:
@@ -105,7 +116,7 @@ def saccade_attention(
         raise ValueError(f"expected packed rows in a batch of 1, got a batch of {query.shape[0]}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     spec = layer_attention(module, scaling, extras, query.shape[-1])
-    k, v = (None, None) if key is None or value is None else (key[0], value[0])
+    k, v = (None if isinstance(one, Elsewhere) else one[0] for one in (key, value))
     out = saccade.run(layer, query[0], k, v, spec)  # [heads, rows, head_dim]
     return out.transpose(0, 1).unsqueeze(0), None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.models.attention import ELSEWHERE, Elsewhere
 from saccade.models.interface import AttentionContext, LayerAttention
 from saccade.models.rotary import CosSin
 
@@ -66,12 +67,13 @@ class ModuleLayers:
 
 
 class _Stored:
-    """In place of the keys and values that layers leave for later ones: those are where attention finds them."""
+    """In place of the keys and values that layers leave for later ones, by type, or up to transformers 5.17 by number:
+    those are where attention finds them."""
 
-    def __getitem__(self, kind: str) -> tuple[None, None]:
-        return None, None
+    def __getitem__(self, kind: str | int) -> tuple[Elsewhere, Elsewhere]:
+        return ELSEWHERE, ELSEWHERE
 
-    def __setitem__(self, kind: str, new: tuple[Tensor, Tensor]) -> None:
+    def __setitem__(self, kind: str | int, new: tuple[Tensor, Tensor]) -> None:
         pass
 
 

@@ -44,7 +44,8 @@ class LayerEmbeddings(Surroundings):
 
     def by_layer(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """See Surroundings."""
-        own = self._decoder.get_per_layer_inputs(token_ids[None])
+        known = token_ids < self._decoder.embed_tokens_per_layer.num_embeddings  # others count as the first
+        own = self._decoder.get_per_layer_inputs(torch.where(known, token_ids, 0)[None])
         made: Tensor = self._decoder.project_per_layer_inputs(embedded[None], own)
         return made[0]
 

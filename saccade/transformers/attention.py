@@ -42,7 +42,7 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
             "attention_mask [batch, columns], 1 for tokens and 0 for padding"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    cache = taken_in(layer, k)
+    cache = taken_in(runtime_of(module.config).source(layer), k)
     if cache is not None:
         return cache.attend(layer, q, k, v, mask, spec)
     if k.shape[2] != q.shape[2]:

@@ -25,9 +25,13 @@ from saccade.transformers.runtime import Runtime, runtime_of, text_config, usabl
 
 
 class _Given(threading.local):
-    """What the last ``update`` of this thread took in: attention follows it at once."""
+    """What the last ``update`` of this thread took in: attention follows it at once. ``read``: by layer, what layers
+    that come later in the pass read again."""
 
     last: tuple[SaccadeCache, int, Tensor] | None = None
+
+    def __init__(self) -> None:
+        self.read: dict[int, tuple[SaccadeCache, int, Tensor]] = {}
 
 
 _given = _Given()
@@ -149,19 +153,22 @@ class SaccadeCache(Cache):
 
     @torch.inference_mode()
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention) -> Tensor:
-        """Store and attend: [batch, rows, heads, head_dim]. ``mask`` bool [batch, columns with these]."""
+        """Store, unless they are an earlier layer's, and attend: [batch, rows, heads, head_dim]. ``mask`` bool [batch,
+        columns with these]."""
         with self._breaking():
             if self._pass is None:
                 self._check()
                 self._pass = self._planned(q, k, mask, spec)
+            stores = self.runtime.source(layer) == layer
             if self.runtime.run_on(q, k).pool.format.turned:
-                q, k = q.clone(), k.clone()
+                q, k = q.clone(), k.clone() if stores else k
                 for row in range(len(q)):
-                    PLAIN.turn(q[row], k[row])
-            out = self._pass.run(layer, q, k, v, spec)
+                    PLAIN.turn(q[row], k[row] if stores else None)
+            out = self._pass.run(layer, q, k if stores else None, v if stores else None, spec)
             if self._pass.over:
                 self._pass.finish()
                 self._pass, self._columns = None, self._columns + q.shape[2]
+                _given.read.clear()
         return out
 
     def _planned(self, q: Tensor, k: Tensor, mask: Tensor | None, spec: LayerAttention) -> Pass:
@@ -274,9 +281,18 @@ class _Breaking:
 
 
 def taken_in(layer: int, k: Tensor) -> SaccadeCache | None:
-    """The cache whose ``update`` has just taken in ``k``; None where there is none."""
+    """The cache whose ``update`` has just taken in ``k`` of ``layer``, or took it in before, where later layers read
+    it; None where there is none."""
     given, _given.last = _given.last, None
-    return given[0] if given is not None and given[1] == layer and given[2] is k else None
+    if given is not None and given[1] == layer and given[2] is k:
+        cache = given[0]
+        if layer == 0:
+            _given.read.clear()  # of a pass that broke
+        if layer in cache.runtime.reads[layer + 1 :]:
+            _given.read[layer] = given
+        return cache
+    before = _given.read.get(layer)
+    return before[0] if before is not None and before[2] is k else None
 
 
 def _free(memories: Memories, ids: set[int]) -> None:

@@ -70,12 +70,13 @@ class Part:
     rows: Sequence[int]  # of the batch
     places: Places  # the columns of a chunk; of decode rows the only one
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention, out: Tensor) -> None:
         """Store and attend; ``out`` [batch, rows, heads, head_dim]."""
         if self.scheduled[0].phase == "decode":
             every = len(self.rows) == q.shape[0]
-            q, k, v = ((one if every else one[list(self.rows)])[:, :, 0].transpose(0, 1) for one in (q, k, v))
-            done = self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
+            own = slice(None) if every else list(self.rows)
+            q, k, v = (None if one is None else one[own][:, :, 0].transpose(0, 1) for one in (q, k, v))
+            done = self._attend(layer, q, k, v, spec)
             if every:
                 out[:, 0] = done
             else:
@@ -83,11 +84,16 @@ class Part:
         else:
             row = self.rows[0]
             places = _index(self.places)
-            q, k, v = (one[row][:, places] for one in (q, k, v))
-            out[row, places] = self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
+            q, k, v = (None if one is None else one[row][:, places] for one in (q, k, v))
+            out[row, places] = self._attend(layer, q, k, v, spec)
         for one in self.result.requests.values():
             if one.error is not None:
                 raise SaccadeError(one.error)
+
+    def _attend(self, layer: int, q: Tensor | None, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        """[rows, heads, head_dim]."""
+        assert q is not None
+        return self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
 
     def settle(self) -> None:
         """Which path its rows took."""
@@ -185,7 +191,7 @@ class Pass:
         attention = running.backend.plan(step, self.runtime.memories, result, all_rows=True).attention
         self.parts.append(Part(attention, scheduled, result, numbers, places))
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         """Store and attend at ``layer``: [batch, rows, heads, head_dim], zeros for padding."""
         if layer != self.next or q.shape[2] != self.columns or q.shape[0] != len(self.rows):
             raise SaccadeError(

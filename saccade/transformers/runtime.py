@@ -81,11 +81,7 @@ class Runtime:
                 f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its layers have heads of "
                 "more than one size; use saccade.LLM, or attn_implementation='sdpa'"
             )
-        if read_layers(FAMILIES[model_type], config):
-            raise ModelError(
-                f"attn_implementation='{ATTENTION_NAME}' does not serve '{model_type}': its last layers read keys that "
-                "earlier ones have stored; use saccade.LLM, or attn_implementation='sdpa'"
-            )
+        self.reads = read_layers(FAMILIES[model_type], config)
         self._config = weakref.ref(config)
         self.policy = usable(Policy.parse(os.environ.get(POLICY) or "dense"))
         self.settings: dict[str, Any] = {}
@@ -96,6 +92,10 @@ class Runtime:
     @property
     def layers(self) -> int:
         return self.config.num_hidden_layers
+
+    def source(self, layer: int) -> int:
+        """Whose keys and values a layer reads: its own number where it stores some."""
+        return self.reads[layer] if self.reads else layer
 
     @property
     def config(self) -> Any:
@@ -146,6 +146,7 @@ class Runtime:
             max_position=max_position(config),
             dtype=q.dtype,
             windows=configured_windows(FAMILIES[config.model_type], config),
+            reads=self.reads,
         )
 
     def _made(self, spec: ModelSpec, device: torch.device) -> Running:
