@@ -8,6 +8,7 @@ transformers' modules; how streams begin and end stands in the forward of its wh
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,11 +42,13 @@ class LayerEmbeddings(Surroundings):
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
+        asked = len(signature(decoder.get_per_layer_inputs).parameters)
+        self._more = (None,) * (asked - 1)  # Gemma 4's can find tokens by their embedding
 
     def by_layer(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """See Surroundings."""
         known = token_ids < self._decoder.embed_tokens_per_layer.num_embeddings  # others count as the first
-        own = self._decoder.get_per_layer_inputs(torch.where(known, token_ids, 0)[None])
+        own = self._decoder.get_per_layer_inputs(torch.where(known, token_ids, 0)[None], *self._more)
         made: Tensor = self._decoder.project_per_layer_inputs(embedded[None], own)
         return made[0]
 
