@@ -82,8 +82,8 @@ class Part:
             """[heads or kv_heads, rows, head_dim]."""
             return part[batch][:, :, 0].transpose(0, 1) if decodes else part[batch][:, places]
 
-        stored = (None, None) if k is None or v is None else (own(k), own(v))
-        out[batch, 0 if decodes else places] = self.attention.context.run(layer, own(q), *stored, spec).transpose(0, 1)
+        k, v = (None, None) if k is None or v is None else (own(k), own(v))
+        out[batch, 0 if decodes else places] = self.attention.context.run(layer, own(q), k, v, spec).transpose(0, 1)
         for one in self.result.requests.values():
             if one.error is not None:
                 raise SaccadeError(one.error)
