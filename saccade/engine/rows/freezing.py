@@ -29,9 +29,9 @@ def frozen_rows(
     all_read: Callable[[int], bool] = lambda _: False,
     stored: int | None = None,
 ) -> FrozenRows | None:
-    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether somebody looks at
-    the attention of every row of a request, given by its id, so that only what a policy freezes is skipped. The first
-    ``stored`` layers, by default all, store keys and values."""
+    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether an observer looks
+    at the attention of every row of a request, given by its id, so that only what a policy freezes is skipped. The
+    first ``stored`` layers, by default all, store keys and values."""
     if all(rows.phase != "prefill" for rows in batch):
         return None
     first, projected = [], []
@@ -48,7 +48,7 @@ def frozen_rows(
 
 
 def _leaves_unread(rows: ScheduledRequest) -> bool:
-    """Whether the last layer of a prefill may skip rows that nobody reads."""
+    """Whether the last layer of a prefill may skip rows whose output is not read."""
     freeze = rows.policy.freeze
     return (
         rows.phase == "prefill"
