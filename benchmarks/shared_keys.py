@@ -2,7 +2,8 @@
 machine.
 
     python benchmarks/shared_keys.py [--layers 10] [--shared 4] [--hidden 256] [--context 8192 32768] [--steps 16]
-        [--policy dense "quest(budget=1024)"] [--rounds 3] [--threads 1] [--dtype bfloat16]
+        [--policy dense "quest(budget=1024)"] [--rounds 3] [--threads 1] [--dtype bfloat16] [--device cpu]
+        [--kv-memory 6GiB]
 
 Two checkpoints that differ in ``num_kv_shared_layers`` alone: every fifth layer without a window, heads of 256
 channels, two of keys and values. A row a context and policy, for each of the two: bytes of keys and values that are
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kv-memory", default="6GiB", help="of each of the two")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     params = SamplingParams(temperature=0, max_tokens=asked.steps + 1, ignore_eos=True)
@@ -64,7 +67,8 @@ def main() -> None:
                 checkpoint(Path(place) / name, sizes[0], shared, *sizes[1:]),
                 dtype=asked.dtype,
                 threads=asked.threads,
-                kv_memory="6GiB",
+                device=asked.device,
+                kv_memory=asked.kv_memory,
                 enable_prefix_caching=False,
             )
             for name, shared in (("shared", asked.shared), ("own", 0))

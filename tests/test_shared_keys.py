@@ -324,9 +324,7 @@ def test_recorded_steps_of_windows_audits_and_drafts(pair):
             assert "recorded" not in {path["path"] for path in output.report["decode"]["paths"]}
 
 
-@pytest.mark.parametrize(
-    "policy", ["dense", "quest(budget=32, block_size=16, dense_layers=0)", f"{SPARSE}+h2o(budget=24)"]
-)
+@pytest.mark.parametrize("policy", ["dense", FORMS[2], f"{SPARSE}+h2o(budget=24)"])
 def test_in_transformers_own_loop_they_read_the_same(engines, policy):
     """Its ``generate``, whose modules hand each other keys and values."""
     folder, ids = engines[0].model.path, random_ids(150, seed=5)

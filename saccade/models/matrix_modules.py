@@ -72,6 +72,11 @@ class MatrixEmbedding(nn.Module):
         """As it is stored."""
         return self.matrix.weight
 
+    @property
+    def num_embeddings(self) -> int:
+        """As of an ``nn.Embedding``."""
+        return self.matrix.outputs
+
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 [...] -> [..., channels]."""
         rows = self.matrix.rows(ids.reshape(-1), self.dtype).view(*ids.shape, -1)

@@ -36,7 +36,7 @@ from saccade.models.latent import use_latents
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
 from saccade.models.rotary import Rotary, RotaryRows
-from saccade.models.streams import surroundings
+from saccade.models.streams import cut_by_quantiles, surroundings
 
 SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 
@@ -64,6 +64,8 @@ class HFRunner:
         self.modules = ModuleLayers(decoder.layers, places, family.shares_keys)
         by_layer = family.embeds_by_layer and bool(decoder.hidden_size_per_layer_input)
         self.around = surroundings(decoder, family.streams, by_layer)
+        if family.streams:
+            cut_by_quantiles(decoder.layers)
         # By layer, its number among those that attend; None of others.
         numbers = {place: number for number, place in enumerate(attending_layers(family, self.config))}
         self._numbers = [numbers.get(place) for place in range(self.depth)]

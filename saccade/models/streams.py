@@ -77,6 +77,29 @@ class AltUpStreams(LayerEmbeddings):
         return torch.stack([first, *(_sized(back(one), size) for back, one in zip(self._back, others))]).mean(0)
 
 
+class QuantileCut:
+    """Stands for a module's own cut of its activations at a quantile of the normal distribution with their mean and
+    deviation, which it looks up in every pass: a recorded step cannot."""
+
+    def __init__(self, share: float) -> None:
+        self.deviations = float(torch.distributions.Normal(0, 1).icdf(torch.tensor(share, dtype=torch.float32)))
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """``inputs`` [..., channels], less what ``share`` of them would be below; 0 where they are."""
+        spread = torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
+        # The module rounds the number to the activations' dtype before it multiplies.
+        rounded = torch.tensor(self.deviations, dtype=inputs.dtype, device="cpu").item()
+        return torch.relu(inputs - (inputs.mean(-1, keepdim=True) + spread * rounded))
+
+
+def cut_by_quantiles(layers: Any) -> None:
+    """Have MLPs of ``layers`` that cut their activations so do it by a number that is known."""
+    for layer in layers:
+        mlp = layer.mlp
+        if getattr(mlp, "activation_sparsity", 0.0) > 0:
+            mlp._gaussian_topk = QuantileCut(mlp.activation_sparsity)
+
+
 def _magnitude(rows: Tensor) -> Tensor:
     return (rows**2).mean(-1, keepdim=True) ** 0.5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,28 +73,20 @@ class Part:
 
     def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention, out: Tensor) -> None:
         """Store and attend; ``out`` [batch, rows, heads, head_dim]."""
-        if self.scheduled[0].phase == "decode":
-            every = len(self.rows) == q.shape[0]
-            own = slice(None) if every else list(self.rows)
-            q, k, v = (None if one is None else one[own][:, :, 0].transpose(0, 1) for one in (q, k, v))
-            done = self._attend(layer, q, k, v, spec)
-            if every:
-                out[:, 0] = done
-            else:
-                out[list(self.rows), 0] = done
-        else:
-            row = self.rows[0]
-            places = _index(self.places)
-            q, k, v = (None if one is None else one[row][:, places] for one in (q, k, v))
-            out[row, places] = self._attend(layer, q, k, v, spec)
+        decodes = self.scheduled[0].phase == "decode"
+        every = decodes and len(self.rows) == q.shape[0]
+        batch: Any = (slice(None) if every else list(self.rows)) if decodes else self.rows[0]  # a slice copies nothing
+        places = _index(self.places)
+
+        def own(part: Tensor) -> Tensor:
+            """[heads or kv_heads, rows, head_dim]."""
+            return part[batch][:, :, 0].transpose(0, 1) if decodes else part[batch][:, places]
+
+        k, v = (None, None) if k is None or v is None else (own(k), own(v))
+        out[batch, 0 if decodes else places] = self.attention.context.run(layer, own(q), k, v, spec).transpose(0, 1)
         for one in self.result.requests.values():
             if one.error is not None:
                 raise SaccadeError(one.error)
-
-    def _attend(self, layer: int, q: Tensor | None, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
-        """[rows, heads, head_dim]."""
-        assert q is not None
-        return self.attention.context.run(layer, q, k, v, spec).transpose(0, 1)
 
     def settle(self) -> None:
         """Which path its rows took."""
