@@ -25,6 +25,7 @@ from saccade.kv.groups import GroupedPool, Groups
 from saccade.kv.saved import save_kv
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.policy import Policy
+from saccade.models import matrix_modules
 from saccade.models.facts import described
 from saccade.ops import cpu
 
@@ -351,3 +352,23 @@ def test_profiled_memory_is_shared_out_by_bytes(pair):
 def test_nothing_that_a_sequence_says_is_of_one_group_alone():
     """A GroupedKV has no lengths and tables of its own, which SequenceKV's methods would ask."""
     assert {name for name in vars(SequenceKV) if name[0] != "_"} - {"parts"} <= vars(GroupedKV).keys()
+
+
+@CPU
+@pytest.mark.parametrize("quantize", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
+def test_rounded_weights_take_what_info_says(quantize, tmp_path):
+    """Tables of embeddings by layer are rounded too, to 8 bits at least; routers are not."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+    sizes |= {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "max_position_embeddings": 512}
+    own = Pair(make_checkpoint("gemma4_text", tmp_path / "model", **sizes), close=0.3)
+    with pytest.warns(UserWarning, match=r"leaves 7 matrices in float32: model\.layers\.0\.router\.proj"):
+        llm = own.llm(quantize=quantize)
+    model = llm.model.runner.model
+    decoder = model.get_decoder()
+    assert decoder.embed_tokens_per_layer.matrix.format == "INT8_32"
+    held = sum(one.nbytes for one in (*model.parameters(), *matrix_modules.matrices(model)))
+    scalars = 4 * len(decoder.layers)
+    assert held + scalars == described(own.folder, quantize).weight_bytes
+    with llm:
+        ids = random_ids(40, seed=1)
+        own.check(ids, llm.generate(ids, GREEDY)[0], greedy=False)
