@@ -167,7 +167,7 @@ storm-ranks: setup
 storm-tiers: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED) $(STORED)
 
-# 30 random models of every family whose layers keep a state, against transformers: make hybrids COUNT=5 FAMILIES=lfm2 for some.
+# 30 random models of every family whose layers keep a state or share keys, against transformers: make hybrids COUNT=5 FAMILIES=lfm2 for some.
 hybrids: setup
 	PYTHONPATH=tests $(BIN)/python -m hybrid_configs --count $(or $(COUNT),30) $(FAMILIES)
 

@@ -1,5 +1,5 @@
-"""Random models of every family whose layers keep a state, or read others' keys, against transformers; ``make hybrids``
-has 30 of each."""
+"""Random models of every family whose layers keep a state, or share keys, against transformers; ``make hybrids`` has 30
+of each."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tiny_models import PAD, edit_config, make_checkpoint, one_thread, oracle_lo
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from saccade import LLM, SamplingParams
+from saccade.cli.info import rows
 from saccade.engine.rows.freezing import READ_ROWS
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
@@ -72,6 +73,8 @@ def test_what_is_stored_is_counted_once(pair, llm):
         assert pool.used_blocks == STORED * 6  # 95 tokens
     facts = described(pair.folder)
     assert (facts.token_bytes, facts.stored_layers) == (STORED * 2 * 2 * 16 * 4, STORED)
+    said = rows(facts, 1 << 30, 100)["keys and values"]
+    assert said == "768 B a token, stored by 3 layers and read by 3 more"
     assert facts.kv_bytes(1000) == 2 * 2 * 16 * 4 * (3 * 7 + 3 * 1000)  # which six layers read
     with pytest.raises(SaccadeError, match="layer 4 reads the keys of layer 2 and stores none"):
         SequenceKV(pool).append(4, *torch.zeros(2, 2, 1, 16))

@@ -214,7 +214,7 @@ def _rounding(llm: LLM, config: EngineConfig, passage: Passage, dense: Tensor, n
     if config.quantize is not None or spec.dtype not in (EXACT, ROUNDED):
         why = f"the model runs in {config.quantize or str(spec.dtype).removeprefix('torch.')}"
     other = ROUNDED if spec.dtype == EXACT else EXACT
-    room = 2 * spec.layers * pool.format.block_bytes * (pool.format.blocks(len(passage.ids)) + 1)
+    room = 2 * spec.stored * pool.format.block_bytes * (pool.format.blocks(len(passage.ids)) + 1)
     room = 2 * room if other == EXACT else room
     needs = room + llm.model.weight_bytes * (2 if other == EXACT else 1)
     if why is None and needs > SHARE * _free_bytes(llm):
