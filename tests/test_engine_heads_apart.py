@@ -35,8 +35,8 @@ def answers(folder) -> list[list[int]]:
 def test_tokens_are_those_of_shared_slots(folder, monkeypatch):
     expected = answers(folder)
 
-    def apart(storage, layers, states=None):
-        pool = BlockManager(storage, layers, heads_apart=True, states=states)
+    def apart(storage, layers, **given):
+        pool = BlockManager(storage, layers, heads_apart=True, **given)
         kv_helpers.scatter(pool)
         return pool
 
