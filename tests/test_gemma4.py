@@ -372,3 +372,30 @@ def test_rounded_weights_take_what_info_says(quantize, tmp_path):
     with llm:
         ids = random_ids(40, seed=1)
         own.check(ids, llm.generate(ids, GREEDY)[0], greedy=False)
+
+
+@CPU
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"exact": False}, marks=pytest.mark.thorough), {"kv_dtype": "int8"}], ids=str
+)
+def test_heads_of_256_and_512_channels(real, options):
+    """As the models have them, by the kernels for prompts, single rows and drafted ones."""
+    prompts = [random_ids(length, seed=length) for length in (70, 3)]
+    near = Pair.__new__(Pair)
+    near.theirs, near.close = real.theirs, 0.3 if "kv_dtype" in options else 1e-4
+    with real.llm(kv_memory="16MiB", **options) as llm:
+        assert [one.format.head_dim for one in llm.pool.groups] == [256, 512]
+        for policy in (
+            "dense",
+            "topk(k=400)",
+            "lossless(draft=quest(budget=32, block_size=16, dense_layers=0), tokens=3)",
+        ):
+            for ids, output in zip(prompts, llm.generate(prompts, GREEDY, policy=policy)):
+                near.check(ids, output, greedy="kv_dtype" not in options)
+                assert all(name.startswith("cpu/") for name in output.report["decode"]["backends"])
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    sizes = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": False, "num_key_value_heads": 1}
+    return Pair(make_checkpoint("gemma4_text", tmp_path_factory.mktemp("real"), **sizes))
