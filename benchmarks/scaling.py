@@ -114,7 +114,7 @@ def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) ->
                 if one is None:
                     apart(method, q, view, states[layer], step, threads)
                 else:
-                    shares.append(one.attend(layer, q, out, problem.scale, None, threads, watched=True))
+                    shares.append(one.run(layer, q, None, None, out, problem.scale, None, threads, watched=True))
                 if step >= warm:
                     times.append(time.perf_counter() - began)
         cells.append(f"{1000 * (statistics.fmean if searches else statistics.median)(times):.3f}")

@@ -99,7 +99,7 @@ def test_a_draft_reads_them_within_its_budget(method):
     parts = kv.summaries(choice.source.summary, choice.size)
     row = PlannedRow(0, 1499, kv.tables, Readings(plan.layers), parts, carried=carried)
     planned = PlannedRows([row], kv.pool.storage.k, kv.pool.storage.v)
-    planned.attend(1, q, out, 0.3, None, 2)
+    planned.run(1, q, None, None, out, 0.3, None, 2)
     query = Query.of(q, kv.view(1), scale=0.3, layer=1)
     own = method.select_decode(query, None)
     last = -(-1500 // choice.size) - choice.last
@@ -143,7 +143,7 @@ def test_a_draft_with_a_rule_reads_them_first(method):
     for at, (row, selection) in enumerate([(None, replace(led, order=ranked)), (carried, led)]):
         step = PlannedRow(0, 1499, kv.tables, Readings([choice] * LAYERS), parts, carried=row)
         planned = PlannedRows([step], kv.pool.storage.k, kv.pool.storage.v)
-        planned.attend(1, q, out[at], 0.3, None, 2)
+        planned.run(1, q, None, None, out[at], 0.3, None, 2)
         expected = run(Call(q, query.kv, selection, 0.3, None), "reference")
         torch.testing.assert_close(out[at].transpose(0, 1), expected.out, atol=1e-5, rtol=1e-4)
         read = planned.ruled(0).used[1] + own.always.shape[1]
