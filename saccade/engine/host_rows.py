@@ -46,7 +46,7 @@ class JoinedRows:
                 self.why_chosen[id(one)] = fixed
                 self.chosen.append(one)
                 planned.append(_planned(one, None))
-        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products, self.storage.format.dtype)
+        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products, self.storage.format)
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 
