@@ -15,6 +15,16 @@ inline int64_t value_channels(const Pool& p) {
     return p.value_dim && p.value_dim % kPanel == 0 ? p.value_dim : p.head_dim;
 }
 
+// Query heads of one list of keys from which these products pay. Tiles (AMX) multiply sixteen heads at a time, and 64
+// there took less than 16 did without them; one that is to be tried instead is a flag of the build.
+#ifdef SACCADE_MANY_HEADS
+template <class Math>
+constexpr int64_t kManyHeads = SACCADE_MANY_HEADS;
+#else
+template <class Math>
+constexpr int64_t kManyHeads = Math::tiles ? 16 : 12;
+#endif
+
 // `T` is the type of stored values.
 template <class Math, class T>
 struct HeadProducts {
@@ -22,30 +32,18 @@ struct HeadProducts {
     static constexpr int kDeep = Simd::registers == 32 ? 8 : 4;  // keys of a tile of scores, heads of one of values
     static constexpr int kFew = 4;                               // heads whose lanes are channels
     static constexpr int kFewKeys = Simd::registers == 32 ? 4 : 2;
+    static constexpr int64_t kDepth = 144;  // units of queries that stay in the first cache: 18 KB of a tile of 32 heads
     static constexpr int kPerUnit = Math::per_unit;
 
     // s[key][kSide] = q . key for kSide heads, q by [unit][kSide]. `keys`, a multiple of kDeep, begin at `rows`. Calls
     // ask() before each tile.
     template <class Ask>
     static void scores(const float* q, int64_t units, const float* const* rows, int keys, float* s, const Ask& ask) {
-        for (int j = 0; j < keys; j += kDeep, rows += kDeep, s += kDeep * kSide) {
-            ask();
-            F acc[kDeep][2];
-            for (auto& row : acc) row[0] = row[1] = Simd::set1(0);
-            const float* row[kDeep];
-            for (int r = 0; r < kDeep; ++r) row[r] = rows[r];
-            const float* from = q;
-            for (int64_t u = 0; u < units; ++u, from += kSide) {
-                const F x0 = Simd::load(from), x1 = Simd::load(from + W);
-                for (int r = 0; r < kDeep; ++r) {
-                    const F y = Simd::set1(row[r][u]);
-                    acc[r][0] = Math::mac(acc[r][0], x0, y);
-                    acc[r][1] = Math::mac(acc[r][1], x1, y);
-                }
-            }
-            for (int r = 0; r < kDeep; ++r) {
-                Simd::store(s + r * kSide, acc[r][0]);
-                Simd::store(s + r * kSide + W, acc[r][1]);
+        for (int64_t first = 0; first < units; first += kDepth, q += kDepth * kSide) {
+            const int64_t depth = units - first < kDepth ? units - first : kDepth;
+            for (int j = 0; j < keys; j += kDeep) {
+                ask();
+                score_tile(q, first, depth, rows + j, s + j * kSide);
             }
         }
     }
@@ -104,6 +102,25 @@ struct HeadProducts {
     }
 
   private:
+    static void score_tile(const float* q, int64_t first, int64_t depth, const float* const* rows, float* s) {
+        F acc[kDeep][2];
+        const float* row[kDeep];
+        for (int r = 0; r < kDeep; ++r) {
+            row[r] = rows[r] + first;
+            for (int n = 0; n < 2; ++n) acc[r][n] = first ? Simd::load(s + r * kSide + n * W) : Simd::set1(0);
+        }
+        for (int64_t u = 0; u < depth; ++u, q += kSide) {
+            const F x0 = Simd::load(q), x1 = Simd::load(q + W);
+            for (int r = 0; r < kDeep; ++r) {
+                const F y = Simd::set1(row[r][u]);
+                acc[r][0] = Math::mac(acc[r][0], x0, y);
+                acc[r][1] = Math::mac(acc[r][1], x1, y);
+            }
+        }
+        for (int r = 0; r < kDeep; ++r)
+            for (int n = 0; n < 2; ++n) Simd::store(s + r * kSide + n * W, acc[r][n]);
+    }
+
     template <int H>
     static void add_tile(const float* p, const float* v, int64_t units, const float* alpha, float* o, int64_t stride) {
         F acc[H][2];

@@ -13,11 +13,6 @@
 namespace saccade {
 namespace {
 
-// Query heads of one list of keys from which this pays. Tiles multiply half of 32 heads as fast as any; without them
-// fewer heads go by DecodeTask's tiles.
-template <class Math>
-constexpr int64_t kManyHeads = Math::tiles ? 16 : 12;
-
 template <class Math, class T>
 class ManyHeads {
     using Products = HeadProducts<Math, T>;
@@ -136,7 +131,7 @@ class ManyHeads {
     int64_t asks(int64_t padded) const {
         const int64_t rest = tiles_ - whole_ ? (held(whole_) + Products::kFew - 1) / Products::kFew : 0;
         const int64_t scores = Math::tiles ? tiles_ * padded / kTileKeys
-                                           : whole_ * padded / Products::kDeep + rest * padded / Products::kFewKeys;
+                                           : whole_ * padded / Products::kDeep * ((units_ + Products::kDepth - 1) / Products::kDepth) + rest * padded / Products::kFewKeys;
         return scores + width_ / kSide * tiles_;
     }
 
