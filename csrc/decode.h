@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
 constexpr int64_t kManyStep = 128;     // of many heads: to whose multiples splits are rounded
-constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that nobody asked for ahead
+constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that were not fetched ahead
 
 struct DecodePlan {
     const Attention& a;

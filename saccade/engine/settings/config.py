@@ -59,13 +59,14 @@ class EngineConfig:
     ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
     it.
     ``kv_compute``: where decode rows on the row path attend what lies there: on the ``device``, which fetches it; on
-    the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/rows/hosted.py); or ``auto``,
-    by what either was measured to take (kv/compute.py).
+    the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/rows/hosted.py); or
+    ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step; by default 4,096, and 8,192 of a dense prefill on
     a GPU of 32 GiB or more. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
     run at once. ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
-    (engine/scheduling/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests that queue
-    behind them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``:
+    (engine/scheduling/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests
+    that queue behind them; a caller that adds more waits until there is room. ``block_size``: tokens of a KV block.
+    ``backend``:
     ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
     FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default
     where it is installed and ``backend`` is ``auto``.
@@ -77,7 +78,7 @@ class EngineConfig:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
     ``grammar_seconds``: most seconds that following one answer's grammar may take (engine/sampling/masks.py).
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
-    their blocks (engine/scheduling/prefixes.py); what ended requests leave is kept until somebody needs the room
+    their blocks (engine/scheduling/prefixes.py); what ended requests leave is kept until the room is needed
     (``LLM.reset_prefix_cache`` gives it up). As in vLLM this is the default.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
@@ -215,7 +216,7 @@ class EngineConfig:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:
             raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
-        rank_limits.check_config(self)
+        rank_limits.check_settings(vars(self))
 
     @property
     def chunk(self) -> int:
