@@ -95,7 +95,7 @@ def attend_calls(
     softcap: float | None,
     threads: int | None,
 ) -> Tensor:
-    """:func:`attend` of rows of ``pool`` (pool_of) that are structs already, DecodeRow. Their log-sum-exps, fp32 [n, heads]."""
+    """:func:`attend` of rows of ``pool`` (pool_of), structs already: DecodeRow. Their log-sum-exps, fp32 [n, heads]."""
     head_stride, row_stride, _ = q.stride()
     heads, count, _ = q.shape
     lse = torch.empty(out.shape[0], out.shape[1])
