@@ -14,6 +14,8 @@ namespace {
 
 void check_pool(const Pool& p) {
     if (p.page & (p.page - 1)) throw std::invalid_argument("block_size must be a power of two");
+    if (p.value_dim < 0 || p.value_dim > p.head_dim)
+        throw std::invalid_argument("value_dim=" + std::to_string(p.value_dim) + " must be at most head_dim");
 }
 
 void check_keys(const ReadKeys& k) {
@@ -122,7 +124,8 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
                        field<&Pool::kv_heads>("kv_heads").at_least(1), field<&Pool::page>("block_size").at_least(16),
                        field<&Pool::head_dim>("head_dim").at_least(1),
                        field<&Pool::storage>("storage").within(0, 1),
-                       field<&Pool::format>("format").within(0, kLastFormat)},
+                       field<&Pool::format>("format").within(0, kLastFormat),
+                       field<&Pool::value_dim>("value_dim").optional()},
                       &check_pool);
     bind_struct<BlockTable>(m, "BlockTable",
                             {field<&BlockTable::table>("slots"), field<&BlockTable::table_head_stride>("head_stride"),

@@ -14,12 +14,14 @@ enum class RowFormat : int;  // of stored keys and values: row_codes.h
 enum class Keys : int { dense = 0, band = 1, blocks = 2, lines = 3 };
 
 // All keys and all values: [slots, kv_heads, page, row_width], contiguous. A page is a block of the pool; its size is a
-// power of two. `storage` is the type of queries, outputs and new rows, whatever the rows' format.
+// power of two. `storage` is the type of queries, outputs and new rows, whatever the rows' format. `value_dim`: a value is
+// the first so many channels of its row, and a kernel may leave the others of its outputs 0; 0: all of them.
 struct Pool {
     const void *k_pool, *v_pool;
     int64_t slots, kv_heads, head_dim, page;
     Storage storage;
     RowFormat format;
+    int64_t value_dim = 0;
 };
 
 // Where a layer's tokens lie: token i of KV head g in slot table[g * table_head_stride + i / page], row i % page. A

@@ -3,26 +3,29 @@
 // A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
 // they read the same keys of a long context: then whole slots are read in order, which memory likes better. The size of
 // splits follows from the call alone, so a result depends neither on the number of threads nor on other work; splits
-// merge by log-sum-exp. Where very many query heads read the same keys, as of latents, products decide and not memory: a
-// task then has the heads as lanes, as a prefill has its rows.
+// merge by log-sum-exp. Where very many query heads read the same keys, as of latents, products decide and not memory
+// (many_heads.h).
 #pragma once
 
-#include "prefill_task.h"
+#include "decode_task.h"
+#include "many_heads.h"
 
 namespace saccade {
 namespace {
 
 constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
+constexpr int64_t kManyStep = 128;     // of many heads: to whose multiples splits are rounded
 constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that were not fetched ahead
-constexpr int64_t kManyHeads = 48;     // of one list of keys, from which heads are lanes
 
 struct DecodePlan {
     const Attention& a;
-    int64_t owners, groups, shared, splits, split_keys;
+    int64_t owners, groups, shared, splits, split_keys, width;
+    bool many;             // heads of a list of keys
     float *o, *max, *sum;  // [owners, splits, shared, head_dim] and [owners, splits, shared]
 
-    explicit DecodePlan(const Attention& attention) : a(attention) {
+    // `many_from`: heads of a list of keys from which these are many.
+    DecodePlan(const Attention& attention, int64_t many_from) : a(attention) {
         const bool lists = a.keys == Keys::blocks;
         owners = lists && a.units > a.kv_heads ? a.units : a.kv_heads;
         shared = a.heads / owners;
@@ -40,21 +43,21 @@ struct DecodePlan {
         split_keys = kSplitKeys;
         if (groups > 1 && keys > kSplits * kSplitKeys)
             split_keys = (keys + kSplits * kSplitKeys - 1) / (kSplits * kSplitKeys) * kSplitKeys;
-        if (many()) {  // whose tasks begin with packing queries, and leave as many results: a sixteenth of the keys
-            split_keys = (keys / 16 + kStep - 1) / kStep * kStep;
-            if (split_keys < 4 * kStep) split_keys = 4 * kStep;
-            if (split_keys > 32 * kStep) split_keys = 32 * kStep;
+        many = shared >= many_from && groups == 1 && in_panels(a);
+        width = many ? value_channels(a) : a.head_dim;
+        if (many) {  // whose tasks begin with packing queries, and leave as many results: a sixteenth of the keys
+            split_keys = (keys / 16 + kManyStep - 1) / kManyStep * kManyStep;
+            if (split_keys < 4 * kManyStep) split_keys = 4 * kManyStep;
+            if (split_keys > 32 * kManyStep) split_keys = 32 * kManyStep;
         }
         if (lists) split_keys = split_keys > a.block_size ? split_keys / a.block_size * a.block_size : a.block_size;
         splits = (keys + split_keys - 1) / split_keys;
         if (splits < 1) splits = 1;
     }
 
-    bool many() const { return shared >= kManyHeads && groups == 1; }
-
     int64_t tasks() const { return owners / groups * splits; }
 
-    // `Lanes` multiplies where heads are lanes.
+    // `Lanes` multiplies for many heads.
     template <class Math, class T, class Lanes>
     void run(int64_t index) const {
         int64_t owner = index / splits * groups, split = index % splits, head = owner * shared;
@@ -70,9 +73,8 @@ struct DecodePlan {
             keys.part(split * split_keys, split_keys);
         }
         int64_t at = (owner * splits + split) * shared;
-        if (many()) {
-            PrefillTask<Lanes, T> task(a, head, shared, a.q_start, a.q_start + 1);
-            task.run_part(keys, o + at * a.head_dim, max + at, sum + at);
+        if (many) {
+            ManyHeads<Lanes, T>(a, head, shared, o + at * a.head_dim, max + at, sum + at).run(keys);
             return;
         }
         DecodeTask<Math, T> task(a, 0, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at);
@@ -93,21 +95,22 @@ struct DecodePlan {
             Simd::store(lanes, Simd::exp2(Simd::set1(max[at] - top)));
             total += sum[at] * lanes[0];
             F weight = Simd::set1(lanes[0]);
-            for (int64_t c = 0; c < d; c += W) {
+            for (int64_t c = 0; c < width; c += W) {
                 F x = Simd::mul(Simd::load(o + at * d + c), weight);
                 Simd::store(result + c, s ? Simd::add(Simd::load(result + c), x) : x);
             }
         }
         F inverse = Simd::set1(share_of(total));
         T* out = static_cast<T*>(a.out) + head * a.out_rows * d;
-        for (int64_t c = 0; c < d; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
+        for (int64_t c = 0; c < width; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
+        if (width < d) std::memset(out + width, 0, (d - width) * sizeof(T));
         a.lse[head * a.out_rows] = lse_of(top, total);
     }
 };
 
 template <class Math, class T, class Lanes = Math>
 void decode_typed(const Attention& a) {
-    DecodePlan plan(a);
+    DecodePlan plan(a, kManyHeads<Lanes>);
     int64_t rows = plan.owners * plan.splits * plan.shared;
     plan.o = static_cast<float*>(thread_scratch(rows * (a.head_dim + 2) * sizeof(float), 1));
     plan.max = plan.o + rows * a.head_dim;

@@ -18,7 +18,7 @@ class GatherTask {
     // Units first .. first + count - 1, on `threads` threads.
     GatherTask(const Gather& g, int64_t first, int64_t count, int threads)
         : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, first * a_.kv_heads / g.units),
-          rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32}, first_(first), units_(count),
+          rows_of_(a_), first_(first), units_(count),
           per_unit_(a_.heads / g.units), group_(count * per_unit_), threads_(threads) {
         for (int64_t u = first; u < first + count; ++u) {
             const bool whole = g.full && g.full[u];
@@ -86,13 +86,14 @@ class GatherTask {
         constexpr int64_t kBatch = Rows::kBatch;
         const int64_t first = part * kPart, left = g_.keys - first, count = left < kPart ? left : kPart;
         const KeyReader<T> keys(a_);
-        const auto [rows, room] = rows_of_.scratch(keys, kPart);
-        const auto known = [&, rows = rows](int64_t j) {
+        const auto own = rows_of_.scratch(keys, kPart);
+        int64_t* rows = own.rows;
+        const auto known = [&](int64_t j) {
             for (int64_t i = j; i < j + kBatch; ++i) rows[i] = row_of_(first + (i < count ? i : count - 1));
         };
         known(0);
         rows_of_.ask(keys, rows);
-        rows_of_.scores(group_, q_, keys, room, rows, count, s_ + first, longest_, true, known);
+        rows_of_.scores(group_, q_, keys, own.room, rows, count, s_ + first, longest_, true, known);
         for (int64_t h = 0; h < group_; ++h)
             part_[part * group_ + h] = Unit::finish_scores(logits_, s_ + h * longest_ + first, count);
     }

@@ -3,8 +3,8 @@
 // products, which measured faster than one row at a time between the products.
 #pragma once
 
+#include "head_products.h"
 #include "key_rows.h"
-#include "math.h"
 #include "threads.h"
 
 namespace saccade {
@@ -18,25 +18,36 @@ struct GatherRows {
     using Room = typename RowReader<T>::Room;  // for a batch
     using Q = std::conditional_t<kDot, uint16_t, float>;  // of queries and of weights
 
-    int64_t d, q_stride;
+    using Products = HeadProducts<Math, T>;
+    static constexpr int64_t kUnits = kBatch / Math::per_unit;  // of a batch's weights
 
-    // The thread's own, for up to `count` rows: where they lie, and a batch's room.
+    int64_t d, q_stride, width;  // width: channels of values that are computed
+    bool panels;                 // whether these may be taken by panels
+
+    explicit GatherRows(const Attention& a)
+        : d(a.head_dim), q_stride((d + 31) / 32 * 32), width(value_channels(a)), panels(in_panels(a)) {}
+
+    // Whether values are multiplied a panel of channels at a time.
+    bool many(int64_t heads) const { return panels && heads >= kManyHeads<Math>; }
+
+    // The thread's own, for up to `count` rows: where they lie, and a batch's room; for values of many heads a panel and
+    // a batch's weights by [tile of heads][unit][kPanel].
     struct Scratch {
         int64_t* rows;
         Room room;
+        float *panel, *weights;
     };
-    Scratch scratch(const RowReader<T>& in, int64_t count) const {
-        Scratch all;
-        const auto carve = [&](Carver c) {
-            all = {c.take<int64_t>(count + 2 * kBatch), in.carve(c, kBatch)};
-            return c.used();
-        };
-        carve(Carver(static_cast<char*>(thread_scratch(carve(Carver(nullptr))))));
-        return all;
+    Scratch scratch(const RowReader<T>& in, int64_t count, int64_t heads = 0) const {
+        const bool apart = many(heads);
+        return in_scratch([&](Carver& c) {
+            return Scratch{c.take<int64_t>(count + 2 * kBatch), in.carve(c, kBatch),
+                           c.take<float>(apart ? kUnits * kPanel : 0),
+                           c.take<float>(apart ? (heads + kPanel - 1) / kPanel * kUnits * kPanel : 0)};
+        });
     }
 
     // Asks for a batch of rows, as fast as can be: nothing else is on its way meanwhile.
-    SACCADE_INLINE void ask(const RowReader<T>& in, const int64_t* rows) const {
+    static SACCADE_INLINE void ask(const RowReader<T>& in, const int64_t* rows) {
         const int64_t bytes = in.bytes();
         int64_t from = 0;
         for (; from + 256 <= bytes; from += 256)
@@ -81,12 +92,17 @@ struct GatherRows {
     // o[head] += sum of p[head][j] times row j, with weights 0 up to an even count; `lead` rows, whole batches, were
     // asked for.
     template <class Next>
-    void values(int64_t heads, const RowReader<T>& in, const Room& room, const int64_t* rows, int64_t count,
-                const Q* p, int64_t stride, float* o, int64_t lead, Next next) const {
+    void values(int64_t heads, const RowReader<T>& in, const Scratch& own, int64_t count, const Q* p, int64_t stride,
+                float* o, int64_t lead, Next next) const {
+        const int64_t* rows = own.rows;
         for (int64_t j = 0; j < count; j += kBatch) {
             const int64_t here = count - j < kBatch ? count - j : kBatch;
             if (j + lead < count) next(j + lead);
-            const auto [v, at] = in.read(rows + j, (here + 1) / 2 * 2, room);
+            const auto [v, at] = in.read(rows + j, (here + 1) / 2 * 2, own.room);
+            if (many(heads)) {
+                many_values(heads, v, at, static_cast<int>(here), p + j, stride, o, own);
+                continue;
+            }
             for (int64_t h = 0; h < heads; h += kTile) {
                 const Q* from = p + h * stride + j;
                 float* to = o + h * d;
@@ -101,6 +117,31 @@ struct GatherRows {
     }
 
   private:
+    // A batch of values, each panel packed once for all heads.
+    void many_values(int64_t heads, const T* v, const int64_t* at, int count, const Q* p, int64_t stride, float* o,
+                     const Scratch& own) const {
+        const int64_t units = (count + Math::per_unit - 1) / Math::per_unit;
+        float kept[kPanel];
+        for (float& x : kept) x = 1;
+        for (int64_t first = 0; first < heads; first += W) {
+            float* to = own.weights + first / kPanel * kUnits * kPanel + first % kPanel;
+            for (int64_t u = 0; u < units; u += W) {
+                F x[W];
+                for (int i = 0; i < W; ++i)
+                    x[i] = first + i < heads ? Simd::load(reinterpret_cast<const float*>(p + (first + i) * stride) + u)
+                                             : Simd::set1(0);
+                Simd::transpose(x);
+                for (int i = 0; i < W; ++i) Simd::store(to + (u + i) * kPanel, x[i]);
+            }
+        }
+        for (int64_t c = 0; c < width; c += kPanel) {
+            Products::pack(v + c, at, count, static_cast<int>(units * Math::per_unit), own.panel);
+            for (int64_t h = 0; h < heads; h += kPanel)
+                Products::add(own.weights + h * kUnits, own.panel, units, kept, heads - h < kPanel ? heads - h : kPanel,
+                              o + h * d + c, d);
+        }
+    }
+
     template <int HT>
     void score(const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride, bool asks) const {
         for (int64_t j = 0; j < count; j += 4) {
@@ -211,14 +252,13 @@ inline float gather_pass(const void* data, const int32_t* rows, int64_t count, i
     using Rows = GatherRows<HalfMath, uint16_t>;
     constexpr int64_t kBatch = Rows::kBatch;
     const int64_t d = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
-    const Rows batch{d, 0};
     const RowReader<uint16_t> pool(data, RowFormat::plain, d);
     int64_t at[2][kBatch];
     const auto ask = [&](int64_t j) {
         if (j >= count) return;
         int64_t* to = at[j / kBatch % 2];
         for (int64_t i = 0; i < kBatch; ++i) to[i] = rows[j + i < count ? j + i : count - 1] * d;
-        batch.ask(pool, to);
+        Rows::ask(pool, to);
     };
     F acc[4];
     for (F& x : acc) x = Simd::set1(0);

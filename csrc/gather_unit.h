@@ -34,7 +34,7 @@ class GatherUnit {
     // [heads] the greatest, of every key if it chooses among all, else to be made.
     GatherUnit(const Gather& g, int64_t unit, int64_t longest, int threads, const Q* q, float* s, float* top)
         : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, unit * a_.kv_heads / g.units),
-          rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32}, unit_(unit), d_(a_.head_dim), heads_(a_.heads / g.units),
+          rows_of_(a_), unit_(unit), d_(a_.head_dim), heads_(a_.heads / g.units),
           first_(unit * heads_), longest_(longest), whole_(g.full && g.full[unit]), threads_(threads), q_(q), s_(s),
           top_(top) {}
 
@@ -117,15 +117,16 @@ class GatherUnit {
             const int64_t first = part * kListedPart, left = places - first;
             const int64_t count = left < kListedPart ? left : kListedPart;
             const KeyReader<T> keys(a_);
-            const auto [rows, room] = rows_of_.scratch(keys, kListedPart);
-            const auto ask = [&, rows = rows](int64_t j) {
+            const auto own = rows_of_.scratch(keys, kListedPart);
+            int64_t* rows = own.rows;
+            const auto ask = [&](int64_t j) {
                 if (j >= count) return;
                 for (int64_t i = j; i < j + kBatch; ++i)
                     rows[i] = row_of_(position_[first + (i < count ? i : count - 1)]);
                 rows_of_.ask(keys, rows + j);
             };
             ask(0);
-            rows_of_.scores(heads_, q_, keys, room, rows, count, s_ + first, longest_, false, ask);
+            rows_of_.scores(heads_, q_, keys, own.room, rows, count, s_ + first, longest_, false, ask);
             for (int64_t h = 0; h < heads_; ++h)
                 part_[part * heads_ + h] = finish_scores(logits_, s_ + h * longest_ + first, count);
         });
@@ -248,8 +249,9 @@ class GatherUnit {
         const int64_t from = part * kListedPart, left = count - from;
         const int64_t here = left < kListedPart ? left : kListedPart, rounded = (here + W - 1) / W * W;
         const ValueReader<T> in(a_);
-        const auto [rows, room] = rows_of_.scratch(in, kListedPart);
-        const auto ask = [&, rows = rows](int64_t j) {
+        const auto own = rows_of_.scratch(in, kListedPart, heads_);
+        int64_t* rows = own.rows;
+        const auto ask = [&](int64_t j) {
             for (int64_t i = j; i < j + kBatch; ++i)
                 rows[i] = row_of_(position(from + (i < here ? i : here - 1)));
             rows_of_.ask(in, rows + j);
@@ -272,7 +274,7 @@ class GatherUnit {
             }
             part_[part * heads_ + h] = Simd::sum(sum);
         }
-        rows_of_.values(heads_, in, room, rows, here, p_ + from, longest_, o, lead, ask);
+        rows_of_.values(heads_, in, own, here, p_ + from, longest_, o, lead, ask);
     }
 
     const Gather& g_;

@@ -155,10 +155,11 @@ struct Simd {
     static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
     static SACCADE_INLINE void prefetch_near(const void*) {}
 
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    static constexpr bool has_bf16_dot = true;
     static constexpr bool has_byte_dot = false;
     static constexpr bool has_word_dot = false;
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    static constexpr bool has_bf16_dot = true;
 
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 
@@ -186,7 +187,6 @@ struct Simd {
     static uint16x4_t half(F x) { return vreinterpret_u16_bf16(vcvt_bf16_f32(x)); }
 #else
     static constexpr bool has_bf16_dot = false;
-    static constexpr bool has_byte_dot = false;
 
   private:
     // Round to nearest, ties to even; NaN stays NaN.

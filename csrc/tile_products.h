@@ -46,8 +46,8 @@ class TileRegisters {
 
     // sums[32 rows][32 columns] (+)= rows * columns over `units` units, a multiple of 16. The two halves of the rows
     // begin at rows[0] and rows[1], row_stride[i] floats apart; all other strides are in floats, too. Not `Wide`: of the
-    // first 16 columns alone.
-    template <bool Adds, bool Wide = true>
+    // first 16 columns alone. Not `Tall`: of the first 16 rows.
+    template <bool Adds, bool Wide = true, bool Tall = true>
     static SACCADE_INLINE void multiply(const float* const* rows, const int64_t* row_stride, const float* columns,
                                         int64_t column_stride, int64_t units, float* sums, int64_t sum_stride) {
         float *upper = sums, *lower = sums + kTileSide * sum_stride;
@@ -55,8 +55,8 @@ class TileRegisters {
         if constexpr (Adds) {
             _tile_loadd(0, upper, sum_bytes);
             if constexpr (Wide) _tile_loadd(1, upper + kTileSide, sum_bytes);
-            _tile_loadd(2, lower, sum_bytes);
-            if constexpr (Wide) _tile_loadd(3, lower + kTileSide, sum_bytes);
+            if constexpr (Tall) _tile_loadd(2, lower, sum_bytes);
+            if constexpr (Wide && Tall) _tile_loadd(3, lower + kTileSide, sum_bytes);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -67,16 +67,16 @@ class TileRegisters {
             _tile_loadd(4, rows[0] + u, row_stride[0] * 4);
             _tile_loadd(6, columns + u * column_stride, column_stride * 4);
             if constexpr (Wide) _tile_loadd(7, columns + u * column_stride + kTileSide, column_stride * 4);
-            _tile_loadd(5, rows[1] + u, row_stride[1] * 4);
+            if constexpr (Tall) _tile_loadd(5, rows[1] + u, row_stride[1] * 4);
             _tile_dpbf16ps(0, 4, 6);
             if constexpr (Wide) _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            if constexpr (Wide) _tile_dpbf16ps(3, 5, 7);
+            if constexpr (Tall) _tile_dpbf16ps(2, 5, 6);
+            if constexpr (Wide && Tall) _tile_dpbf16ps(3, 5, 7);
         }
         _tile_stored(0, upper, sum_bytes);
         if constexpr (Wide) _tile_stored(1, upper + kTileSide, sum_bytes);
-        _tile_stored(2, lower, sum_bytes);
-        if constexpr (Wide) _tile_stored(3, lower + kTileSide, sum_bytes);
+        if constexpr (Tall) _tile_stored(2, lower, sum_bytes);
+        if constexpr (Wide && Tall) _tile_stored(3, lower + kTileSide, sum_bytes);
     }
 
     // The same for `count` columns, 32 of which are taken at once, and the last 16 by themselves.

@@ -19,13 +19,13 @@ from saccade.engine.rows import expanded
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv.paged import Paged
-from saccade.kv.row_formats import INT8
+from saccade.kv.row_formats import AUTO, INT8
 from saccade.methods.policy import Policy
 from saccade.models import load_model
 from saccade.models.facts import described
 from saccade.models.latent import LatentAttention
 from saccade.ops import Call, cpu, run
-from saccade.selection import Band, Blocks, Dense, Shape
+from saccade.selection import Band, Blocks, Dense, Shape, Tokens
 
 FAMILIES = quick(("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu"), lambda one: one == "deepseek_v3")
 CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
@@ -333,25 +333,36 @@ def test_audits_and_what_is_refused(pair):
         pair.llm(tensor_parallel_size=2)
 
 
+@pytest.fixture(params=cpu.supported_isas())
+def isa(request):
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(None)
+
+
 @CPU
+@pytest.mark.parametrize("rows", [AUTO, INT8], ids=lambda rows: rows.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [20, 48, 77, 128])
-def test_kernels_with_heads_as_lanes(heads, dtype):
-    """Rows of many heads over one list of keys: everything, both ends, and blocks, ragged, beside float64."""
+@pytest.mark.parametrize("heads", [12, 20, 64, 77, 128])
+def test_kernels_of_many_heads(heads, dtype, rows, isa):
+    """Rows of many heads over one list of keys: everything, both ends, blocks and tokens, ragged, beside float64."""
     rng = torch.Generator().manual_seed(heads)
-    for length in (1, 31, 700, 9001):
+    for length in (1, 31, 700) if rows is INT8 or isa == "portable" else (1, 31, 700, 9001):
         k = torch.randn(1, length, 96, generator=rng).to(dtype)
         q = torch.randn(heads, 1, 96, generator=rng).to(dtype)
-        layout = KVFormat(dtype, 1, 96, 16, value_dim=64)
+        layout = KVFormat(dtype, 1, 96, 16, rows, rows, value_dim=64)
         storage = KVStorage(layout, layout.blocks(length) + 3)
         table = torch.randperm(layout.blocks(length) + 3, generator=rng)[: layout.blocks(length)].to(torch.int32)
-        storage.k.fill_(torch.nan)
+        if rows is AUTO:
+            storage.k.fill_(torch.nan)
         view = KVView(Paged(storage.k, storage.v, table[None], length, layout))
         view.write(0, k, k)
+        k = view.keys(0, length)
         shape = Shape.suffix(heads, 1, 1, length)
         some = torch.arange(0, -(-length // 48), 2)
         blocks = Blocks.from_lists(shape, 48, [some])
-        for selection in (Dense(shape), Band(shape, window=200, sinks=5), blocks):
+        lone = Tokens.from_lists(shape, [torch.randperm(length, generator=rng)[: 1 + length // 3]])
+        for selection in (Dense(shape), Band(shape, window=200, sinks=5), blocks, lone):
             ran = run(Call(q, view, selection, 0.13), "cpu")
             scores = (q[:, 0].double() @ k[0].double().T * 0.13).masked_fill(~selection.mask()[:, 0], -torch.inf)
             right = scores.softmax(-1) @ k[0].double()

@@ -83,6 +83,7 @@ def test_greedy_tokens_of_a_batch_and_a_second_turn(pair):
         ("qwen2_5_vl", "qwen2", "now"),
         ("qwen3_vl", "qwen3", "now"),
         ("mistral3", "ministral3", "now"),
+        ("kimi_k25", "deepseek_v3", "first"),
         ("smolvlm", "llama", "idefics"),
     ],
 )

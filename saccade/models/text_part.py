@@ -24,6 +24,7 @@ WRAPPERS = {
     "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "lighton_ocr": "qwen3",
     "llava": "llama",
     "llava_next": "llama",

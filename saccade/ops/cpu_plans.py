@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
+from saccade.kv.format import KVFormat
 from saccade.ops import cpu
 from saccade.ops.cpu_readings import Reads
 from saccade.ops.cpu_structs import native, pool_of
@@ -112,7 +113,7 @@ class PlannedRow(NamedTuple):
 
 class PlannedRows:
     """Rows of a step whose readings are known for all layers before it runs; there is at least one. They lie in pools
-    ``k``, ``v`` [slots, kv_heads, block_size, width] of rows of ``dtype``, by default the pools' own. ``own_products``:
+    ``k``, ``v`` [slots, kv_heads, block_size, width] as ``layout`` has them, by default plain ones. ``own_products``:
     the layer's products on few rows are kernels of the same threads, which then stay awake for them. SaccadeError where
     a row's block is in no slot."""
 
@@ -122,11 +123,12 @@ class PlannedRows:
         k: Tensor,
         v: Tensor,
         own_products: bool = False,
-        dtype: torch.dtype | None = None,
+        layout: KVFormat | None = None,
     ) -> None:
         self._rows, self._pools = rows, (k, v)  # the calls hold addresses
         self._own_products = own_products
-        self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype), dtype or k.dtype)
+        dtype, value_dim = (k.dtype, None) if layout is None else (layout.dtype, layout.value_dim)
+        self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype), dtype, value_dim)
         layers, units = rows[0].table.shape[0], max([_units(row) for row in rows])
         self._used = torch.zeros(len(rows), layers, units, dtype=torch.int64)
         self._coverage = torch.ones(len(rows), layers, units)

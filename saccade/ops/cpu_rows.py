@@ -82,20 +82,20 @@ def attend(
                 keys=keys,
             )
         )
-    return attend_calls(q, first.k, first.v, calls, out, scale, softcap, threads)
+    pool = pool_of(first.k, first.v, q.dtype, first.format.value_dim)
+    return attend_calls(q, pool, calls, out, scale, softcap, threads)
 
 
 def attend_calls(
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pool: Any,
     calls: list[Any],
     out: Tensor,
     scale: float,
     softcap: float | None,
     threads: int | None,
 ) -> Tensor:
-    """:func:`attend` of rows that are structs already, DecodeRow. Their log-sum-exps, fp32 [n, heads]."""
+    """:func:`attend` of rows of ``pool`` (pool_of), structs already: DecodeRow. Their log-sum-exps, fp32 [n, heads]."""
     head_stride, row_stride, _ = q.stride()
     heads, count, _ = q.shape
     lse = torch.empty(out.shape[0], out.shape[1])
@@ -111,7 +111,7 @@ def attend_calls(
     )
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[0])
     threads = max(1, torch.get_num_threads() if threads is None else threads)
-    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool, q.dtype), queries, calls, written)
+    cpu.kernels().attend_rows(threads, pool, queries, calls, written)
     return lse
 
 

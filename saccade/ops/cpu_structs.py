@@ -42,9 +42,9 @@ def address(tensor: Tensor | None) -> int:
     return tensor.data_ptr()
 
 
-def pool_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Any:
+def pool_of(k: Tensor, v: Tensor, dtype: torch.dtype, value_dim: int | None = None) -> Any:
     """Keys and values of all slots, contiguous [slots, kv_heads, block_size, width] each: rows of ``dtype``, however
-    they are stored."""
+    they are stored. ``value_dim``: as KVFormat's; kernels leave what is behind those channels 0 or as it comes."""
     slots, kv_heads, block_size, width = k.shape
     rows = format_of(k, dtype)
     return native.Pool(
@@ -56,6 +56,7 @@ def pool_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Any:
         head_dim=rows.head_dim(width),
         storage=STORAGE[dtype],
         format=rows.number,
+        value_dim=value_dim or 0,
     )
 
 
@@ -136,7 +137,9 @@ class Reads:
         self.q, self._strides, self._tensors = q, strides, paged
         self.kv, self.shape, self.scale, self.softcap = kv, shape, scale, softcap
         self.threads = max(1, torch.get_num_threads() if threads is None else threads)
-        self.pool, self.table = pool_of(paged.k, paged.v, paged.format.dtype), table_of(paged.block_table)
+        layout = paged.format
+        self.pool = pool_of(paged.k, paged.v, layout.dtype, layout.value_dim)
+        self.table = table_of(paged.block_table)
 
     def queries(self, start: int = 0, stop: int = 1) -> Any:
         """Query rows ``start .. stop - 1``."""

@@ -53,7 +53,7 @@ class JoinedRows:
                 own.storage.k,
                 own.storage.v,
                 own_products,
-                own.format.dtype,
+                own.format,
             )
             for group, own in enumerate(self._pool.groups)
         ]

@@ -117,7 +117,7 @@ class ResolvedRow:
         self._home = Residence(self._ids, kv.pool.map_of(0), self._tiers.guard, self._most, self._reach)
         row = PlannedRow(rows.first, self._start, self._home.table, self.fixed.reads, summaries, codes, home=self._home)
         storage = kv.pool.storage
-        self._planned = PlannedRows([row], storage.k, storage.v, self._own_products, storage.format.dtype)
+        self._planned = PlannedRows([row], storage.k, storage.v, self._own_products, storage.format)
         kv.stored(1)
 
     def _attend(
