@@ -17,7 +17,8 @@ KINDS = {
     "oracle": "knows every exact score: what a budget can do at best, no method to use",
     "baseline": "chooses by place or by chance",
     "lossless": "answers as dense attention does",
-    "certified": "bounds its error and reads as many keys as the bound takes",
+    "certified": "bounds its error and reads as many keys as the bound takes; scores every key first where bounds of "
+    "blocks are too loose, which bytes count and keys do not",
     "window": "hides part of the context from deep layers, at its paper's setting",
 }
 # Registered, and not on the board.
