@@ -16,8 +16,8 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.host import HostBackend
-from saccade.engine.host_resolved import ResolvedRow
+from saccade.engine.rows.backend import RowBackend
+from saccade.engine.rows.resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
@@ -182,7 +182,7 @@ def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, who
     prompts = [random_ids(900 + 20 * i, seed=i) for i in range(len(policies))]
     long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = whole.generate(prompts, long, policy=policies)
-    monkeypatch.setattr("saccade.engine.host_resolved.FIRST_RANKED", 4)
+    monkeypatch.setattr("saccade.engine.rows.resolved.FIRST_RANKED", 4)
     resolved = one_call_rows(monkeypatch)
     with small(folder, tmp_path, 70, host=True, max_requests=1) as llm:  # of 87 parts and more
         done = llm.generate(prompts, long, policy=policies)
@@ -381,7 +381,7 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
     prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
     asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]
-    plan, mixed = HostBackend.plan, []
+    plan, mixed = RowBackend.plan, []
 
     def planned(*given):
         made = plan(*given)
@@ -391,7 +391,7 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
             mixed.append((len(decoding), len(attention.together) + len(attention.resolved)))
         return made
 
-    monkeypatch.setattr(HostBackend, "plan", planned)
+    monkeypatch.setattr(RowBackend, "plan", planned)
     if slots is None:
         made = LLM(
             folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False, enable_prefix_caching=False

@@ -12,7 +12,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from tier_helpers import nothing_left
 
-from saccade.engine.device_tiers import DeviceTiers
+from saccade.engine.device.tiers import DeviceTiers
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, listed
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts
@@ -161,7 +161,7 @@ class Steps:
         return stored
 
     def host(self, sequences: list[SequenceKV]) -> None:
-        """The step as the host path runs it."""
+        """The step as the row path runs it."""
         for kv in sequences:
             kv.reserve(kv.length + 1)
             made = self.random(1)

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from saccade.engine.attention import Watch
-from saccade.engine.checks import Checks
-from saccade.engine.config import EngineConfig
-from saccade.engine.host import HostBackend
-from saccade.engine.host_calls import Setting
-from saccade.engine.memories import Memories
-from saccade.engine.report import Report
+from saccade.engine.memory.memories import Memories
+from saccade.engine.rows.backend import RowBackend
+from saccade.engine.rows.calls import Setting
+from saccade.engine.settings.checks import Checks
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.watch.report import Report
 from saccade.errors import ModelError, PolicyError, SaccadeError
 from saccade.kv import BlockManager
 from saccade.methods.policy import Policy, PolicyLike
@@ -51,7 +51,7 @@ class Running:
     config: EngineConfig
     model: Shown
     pool: BlockManager
-    backend: HostBackend
+    backend: RowBackend
     checks: Checks
 
 
@@ -150,7 +150,7 @@ class Runtime:
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, by_fa4)
         checks = Checks(model, pool, spec.max_position, calibrations)
-        return Running(config, model, pool, HostBackend(setting, cast(Any, None)), checks)
+        return Running(config, model, pool, RowBackend(setting, cast(Any, None)), checks)
 
 
 def usable(policy: Policy) -> Policy:

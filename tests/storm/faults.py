@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from saccade.engine import host_calls
-from saccade.engine.host import HostAttention
-from saccade.engine.host_rows import JoinedRows
-from saccade.engine.report import Report
-from saccade.engine.sampler import Sampler
+from saccade.engine.rows import calls as host_calls
+from saccade.engine.rows.backend import RowAttention
+from saccade.engine.rows.decode_rows import JoinedRows
+from saccade.engine.sampling.sampler import Sampler
+from saccade.engine.watch.report import Report
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError
 from saccade.kv import BlockManager, SequenceKV
@@ -97,7 +97,7 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
     if cpu.available():
         yield "kernel", cpu_plans.PlannedRows, "run", 0.004
         yield "kernel", cpu_plans.PlannedRows, "run_layers", 0.008
-    yield "layer loop", HostAttention, "run", 0.004
+    yield "layer loop", RowAttention, "run", 0.004
     yield "layer loop", JoinedRows, "run", 0.004
     yield "layer loop", JoinedRows, "run_layers", 0.008
     yield "layer loop", runner, "steps", 0.008
