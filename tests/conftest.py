@@ -129,7 +129,7 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
-    from saccade.engine.rows.backend import RowAttention
+    from saccade.engine.rows.attention import RowAttention
 
     before = {name: vars(RowAttention)[name] for name in ("run", "whole", "context")}
     real = before["run"]

@@ -15,10 +15,11 @@ from test_cpu_plans import LISTED
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import RowAttention
+from saccade.engine.observing import timing
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.rows.decode_rows import JoinedRows
 from saccade.engine.steps.carried import REGION
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.dense import DenseMethod

@@ -12,7 +12,7 @@ from storm.breaks import SPARSE, Bench, breaks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import RowAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 

@@ -9,7 +9,7 @@ from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import RowAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.scheduling.token_gap import TokenGap
 from saccade.methods.policy import Policy
 

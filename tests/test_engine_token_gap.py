@@ -15,7 +15,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine import core
 from saccade.engine.rows import suspended
-from saccade.engine.rows.backend import RowAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.scheduling import slices, token_gap
 from saccade.engine.scheduling.row_costs import RowCosts
 from saccade.engine.scheduling.token_gap import SHARE, Need, shared_out

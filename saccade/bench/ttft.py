@@ -17,8 +17,9 @@ from torch import nn
 
 from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS, ENOUGH_SECONDS
+from saccade.engine.observing import timing
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.methods import Policy

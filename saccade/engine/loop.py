@@ -190,7 +190,7 @@ class AsyncEngine:
         return self._send(Letter([SaveSession(session)])).result()
 
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
-        """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
+        """Open a session with what was saved (see memory.saved.restore_sequence): its id, and what is to be said."""
         self._find_identity()
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved import SavedSession, restore_sequence, save_sequence
@@ -91,7 +91,7 @@ class Sessions(Mapping[int, Sequence]):
         sequence, settling = self._sequences.get(session), self._settling
         if sequence is None:
             return None
-        turn = sequence.turn
+        turn = cast("Request | None", sequence.turn)
         if turn is not None:
             settling.cancel(turn)
         settling.scheduler.idle.pop(id(sequence), None)

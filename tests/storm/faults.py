@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.rows import calls as host_calls
-from saccade.engine.rows.backend import RowAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.rows.decode_rows import JoinedRows
 from saccade.engine.sampling.sampler import Sampler
 from saccade.engine.watch.report import Report

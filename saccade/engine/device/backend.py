@@ -1,7 +1,7 @@
 """The device backend: decode steps of many requests at once on a GPU, a few launches a layer, recorded in CUDA graphs.
 
 It serves requests whose method has a device plan (selection.plan), and short chunks of dense prefills
-(engine.device_prefill); all others keep to the row backend, in the same step. Requests whose plans have one form are
+(engine.device.prefill); all others keep to the row backend, in the same step. Requests whose plans have one form are
 one group of rows, whatever their numbers. What is stored, read and counted is the same on both.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.copied import Copied
 from saccade.engine.attention import StepFailedError, StepShortError, Watch
-from saccade.engine.device import prefill as prefill
+from saccade.engine.device import prefill
 from saccade.engine.device.ahead import Ahead, Launched, may_follow
 from saccade.engine.device.attention import DeviceAttention, Group
 from saccade.engine.device.audit import StepAudits

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import PolicyError, RequestError, SaccadeError, shown
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
-
-if TYPE_CHECKING:
-    from saccade.engine.settings.config import EngineConfig
 
 # Settings that they do not serve, with the value that these must have.
 LEFT_OUT: dict[str, Any] = {
@@ -24,25 +22,25 @@ LEFT_OUT: dict[str, Any] = {
 OF_REQUESTS = ("audit", "audit_steps", "target", "certify", "bounds")
 
 
-def check_config(config: EngineConfig) -> None:
-    """SaccadeError for settings that do not go with several ranks."""
-    ranks = config.tensor_parallel_size
+def check_settings(config: Mapping[str, Any]) -> None:
+    """SaccadeError for settings of an engine, by name, that do not go with several ranks."""
+    ranks: int = config["tensor_parallel_size"]
     if ranks == 1:
         return
-    if config.device != "cpu":
+    if config["device"] != "cpu":
         raise SaccadeError(
-            f"tensor_parallel_size={ranks} runs on CPUs, not on device={shown(config.device)}; give device='cpu', or "
-            "tensor_parallel_size=1"
+            f"tensor_parallel_size={ranks} runs on CPUs, not on device={shown(config['device'])}; give device='cpu', "
+            "or tensor_parallel_size=1"
         )
-    given = {name: getattr(config, name) for name, needed in LEFT_OUT.items() if getattr(config, name) != needed}
-    if config.kv_memory == "profile":
-        given["kv_memory"] = config.kv_memory
+    given = {name: config[name] for name, needed in LEFT_OUT.items() if config[name] != needed}
+    if config["kv_memory"] == "profile":
+        given["kv_memory"] = "profile"
     for name, value in given.items():
         raise SaccadeError(
             f"{name}={shown(value)} does not go with tensor_parallel_size={ranks} yet; leave {name} out, or give "
             "tensor_parallel_size=1"
         )
-    check_policy(ranks, Policy.parse(config.policy))
+    check_policy(ranks, Policy.parse(config["policy"]))
 
 
 def check_policy(ranks: int, policy: Policy) -> None:

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from saccade.engine.rows.backend import RowAttention
-    from saccade.engine.rows.calls import RequestRows
+from typing import NamedTuple
 
 RECORDED, EAGER, STEP, LAYER, TIER, HOST = "recorded", "eager", "step", "layer", "tier", "host"
 ROW, CHUNK = "row", "chunk"
@@ -28,19 +24,3 @@ class Path(NamedTuple):
 
     name: str
     why: str | None = None
-
-
-def path_of(rows: RequestRows, attention: RowAttention) -> Path:
-    """The path that ``rows`` of a pass have taken, once it has run."""
-    joined, passed_on = attention.joined, rows.result.passed_on
-    if attention.is_hosted(rows):
-        return Path(HOST)
-    if rows.scheduled.request_id in attention.resolved:
-        return Path(TIER, passed_on)
-    if not (rows.decodes or rows.together):
-        return Path(CHUNK, passed_on)
-    if joined is None or id(rows) not in attention.together:
-        return Path(ROW, passed_on or attention.why_apart)
-    if (why := joined.why_chosen.get(id(rows))) is not None:
-        return Path(ROW, passed_on or why)
-    return Path(STEP, passed_on) if joined.ran_whole else Path(LAYER, passed_on or attention.why_not_whole())

@@ -212,9 +212,9 @@ class RequestResult:
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
     told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
-    know (engine.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token is the
-    same, and the divergence from it in nats. ``path``: which way its rows took through attention; ``passed_on``: why
-    a backend that was asked first did not serve them."""
+    know (engine.steps.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token
+    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention;
+    ``passed_on``: why a backend that was asked first did not serve them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
