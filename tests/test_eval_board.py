@@ -416,6 +416,24 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
 
 
 @pytest.mark.usefixtures("always_right")
+def test_the_default_policy_has_a_row(tmp_path, tiny_llama):
+    """At 256 tokens it is dense, and nothing is timed."""
+    model = EngineConfig(str(tiny_llama), dtype="float32", kv_memory="16MiB")
+    grid = grids.QUICK.changed([0.3], [256], tasks=["single"], recall=0, methods=["auto"])
+    todo = jobs(grid, prepare_data(grid, str(tiny_llama), tmp_path / "data"))
+    assert [(job.entry and job.entry.name, job.protocol) for job in todo] == [
+        (None, "B"), (None, "D"), ("auto", "D"),
+    ]  # fmt: skip
+    placed = [one for ones in play(todo, load(model), Play(grid, model, tmp_path), note=str) for one in ones]
+    assert [one.error for one in placed] == [None] * 3
+    (row,) = fold(placed, [256])
+    (part,) = row.parts.values()
+    assert [one["error"] for one in part.cell.rows] == [None]
+    assert (part.policy, part.keys, row.loss.mean) == ("auto", 1.0, 0.0)
+    assert KINDS[row.entry.kind]
+
+
+@pytest.mark.usefixtures("always_right")
 def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, tiny_llama, capsys):
     out = tmp_path / "out"
     command = [
