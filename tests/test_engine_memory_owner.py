@@ -12,8 +12,14 @@ from saccade.kv.held import HeldBlocks
 
 ROOT = Path(saccade.engine.__file__).parent
 # The worker, the backends of attention with what they are made of, and the memory itself.
-OWNERS = ("worker.py", "rows/*.py", "device/*.py", "attention.py", "ranks/worker.py") + tuple(
-    f"memory/{name}.py" for name in ("memories", "sequence_memory", "hosted", "kept_states", "saved_memory")
+KEPT = ("memories", "sequence_memory", "hosted", "kept_states", "saved_memory")
+OWNERS = (
+    "worker.py",
+    "rows/*.py",
+    "device/*.py",
+    "attention.py",
+    "ranks/worker.py",
+    *(f"memory/{one}.py" for one in KEPT),
 )
 HELD = {name for name in vars(HeldBlocks) if not name.startswith("_")} | set(HeldBlocks.__annotations__)
 

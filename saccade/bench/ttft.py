@@ -271,7 +271,7 @@ def no_parts(device: torch.device) -> dict[str, float]:
 
 @contextmanager
 def parts_timed(llm: LLM, clock: Clock) -> Iterator[None]:
-    """Time the parts of all that ``llm`` runs, unless it is on a GPU: a step that somebody times is not a recorded
+    """Time the parts of all that ``llm`` runs, unless it is on a GPU: a step that is timed is not a recorded
     one."""
     if llm.model.device.type == "cuda":
         yield

@@ -325,7 +325,7 @@ class Engine:
             self._driver.release()
 
     def _too_slow(self) -> list[StepOutput]:
-        """The ends of requests whose constraints have taken too long. What computes goes on, and nobody waits."""
+        """The ends of requests whose constraints have taken too long. What computes goes on, and no request waits."""
         slow = [(cast(Request, one.owner), one.too_slow()) for one in self.masks.overdue() if one.owner is not None]
         return [self.settling.failed(request, error) for request, error in slow]
 

@@ -48,8 +48,8 @@ class Sessions(Mapping[int, Sequence]):
 
     @property
     def identity(self) -> ModelIdentity:
-        """Of the model: sessions of another one are refused. Whoever is to save or restore asks for it on a thread of
-        its own, since the first who does waits for all weights to be read."""
+        """Of the model: sessions of another one are refused. A caller that is to save or restore asks for it on a
+        thread of its own, since the first who does waits for all weights to be read."""
         return self.model.identity
 
     def new_sequence(self) -> Sequence:
@@ -74,8 +74,8 @@ class Sessions(Mapping[int, Sequence]):
 
     @contextmanager
     def coming_back(self) -> Iterator[Sequence]:
-        """A sequence that is to be given its tokens meanwhile, and then is a session; whoever needs its blocks gets
-        them. Where that raises, nothing is left of it."""
+        """A sequence that is to be given its tokens meanwhile, and then is a session; a request that needs its blocks
+        gets them. Where that raises, nothing is left of it."""
         sequence = self.new_sequence()
         try:
             yield sequence
@@ -98,7 +98,7 @@ class Sessions(Mapping[int, Sequence]):
         if settling.prefixes is not None:
             settling.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
-        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.drop_kv()  # what methods knew, too: the session object may live for long
         sequence.turn_start = None
         del self._sequences[session]
         sequence.close()

@@ -49,7 +49,8 @@ class Alone:
             del self._breaks[next(iter(self._breaks))]
 
     def take(self, requests: Sequence[int]) -> set[int]:
-        """Those of a step's ``requests`` that have a pass of their own; whoever is not among them has none left."""
+        """Those of a step's ``requests`` that have a pass of their own; a request that is not among them has none
+        left."""
         alone = {request: left for request in requests if (left := self._left.get(request))}
         self._left = {request: left - 1 for request, left in alone.items() if left > 1}
         return set(alone)

@@ -42,7 +42,7 @@ class Opening:
 
 class DeviceState:
     """Base: without numbers and memory. ``room``: rows of up to so many keys need no :meth:`grow`. ``length``: the
-    tokens that steps have stored, told by whoever runs them once a step has ended well."""
+    tokens that steps have stored, told by the backend once a step has ended well."""
 
     room: int = MOST
 

@@ -90,7 +90,7 @@ class Runtime:
     @property
     def config(self) -> Any:
         config = self._config()
-        assert config is not None, "whoever asks has the model"
+        assert config is not None, "the caller has the model"
         return config
 
     def set(self, policy: PolicyLike, settings: dict[str, Any]) -> None:

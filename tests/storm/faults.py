@@ -23,7 +23,7 @@ from saccade.kv import BlockManager, SequenceKV
 from saccade.kv.state_journal import StateJournal
 from saccade.kv.states import StatePool
 from saccade.methods.history import StateHistory
-from saccade.methods.policy import KNOWN
+from saccade.methods.registry import KNOWN
 from saccade.models.keeping import _Pieces
 from saccade.models.tokenizer import TextStream
 from saccade.ops import cpu, cpu_plans

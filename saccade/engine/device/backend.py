@@ -61,9 +61,9 @@ class DevicePass:
 
 
 class DeviceBackend(DeviceServing):
-    """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while somebody
-    looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run as a
-    larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
+    """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while an
+    observer looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run
+    as a larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
 
     def __init__(
         self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True

@@ -46,7 +46,7 @@ def end(rows: ScheduledRequest, memory: SequenceMemory) -> None:
 
 
 def is_spoilt(memory: SequenceMemory) -> bool:
-    """Whether a step that failed has left its sequence's state as nobody knows it."""
+    """Whether a step that failed has left its sequence's state undefined."""
     return memory.kept is not None and memory.kept.spoilt
 
 

@@ -79,7 +79,7 @@ class Sequence:
         self.id = new_sequence_id()
         self.memories = memories
         self.salt: str | None = None  # the turns'; sequences of unequal salt share no blocks
-        self.private = False  # turns named unequal salts: what they hold is for nobody else
+        self.private = False  # turns named unequal salts: what they hold is not shared
         self.note: str | None = None  # what the report of the next turn is to say
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []

@@ -128,7 +128,7 @@ class SequenceMemory:
 
     @property
     def hosted(self) -> OnHost | None:
-        """See the class; whoever sets it has moved all that is known there."""
+        """See the class; its setter has moved all that is known there."""
         return self._hosted
 
     @hosted.setter

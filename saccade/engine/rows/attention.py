@@ -190,7 +190,7 @@ class RowAttention:
         )
 
     def _skipped(self, rows: RequestRows, layer: int) -> Tensor | None:
-        """bool [rows of the request]: who skips ``layer``; None where nobody does."""
+        """bool [rows of the request]: which rows skip ``layer``; None where none does."""
         if self.frozen is None:
             return None
         skipped = self.frozen.skip(layer)[rows.first : rows.first + rows.scheduled.length]

@@ -59,8 +59,8 @@ class RowBackend:
         goes_on: bool = False,
         all_rows: bool = False,
     ) -> LayersPass:
-        """See AttentionBackend. A step runs once, and none is launched ahead. ``all_rows``: whoever runs the layers
-        reads the outputs of all rows."""
+        """See AttentionBackend. A step runs once, and none is launched ahead. ``all_rows``: the caller, which runs the
+        layers, reads the outputs of all rows."""
         rows = [
             RequestRows(one, memories[one.sequence_id], results_of(result.requests, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)

@@ -110,7 +110,7 @@ class FixedPlans:
         if rows.drafted:
             return "rows of drafts are counted, and taken back, one by one"
         if self.setting.watch.sees_calls:
-            return "somebody looks at its calls"
+            return "an observer looks at its calls"
         if rows.memory.has_gone:
             return "an earlier turn evicted keys"
         return "bounds of its errors are wanted" if rows.scheduled.request_id in self.setting.watch.bounds else None

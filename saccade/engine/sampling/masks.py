@@ -97,7 +97,7 @@ class Following:
         )
 
     def end(self) -> None:
-        """Nobody wants masks any more."""
+        """No more masks are wanted."""
         if self._mask is not None:
             self._mask.cancel()
         self.masks.forget(self)

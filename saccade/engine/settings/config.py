@@ -78,7 +78,7 @@ class EngineConfig:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
     ``grammar_seconds``: most seconds that following one answer's grammar may take (engine/sampling/masks.py).
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
-    their blocks (engine/scheduling/prefixes.py); what ended requests leave is kept until somebody needs the room
+    their blocks (engine/scheduling/prefixes.py); what ended requests leave is kept until the room is needed
     (``LLM.reset_prefix_cache`` gives it up). As in vLLM this is the default.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of

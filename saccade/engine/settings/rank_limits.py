@@ -9,6 +9,7 @@ from typing import Any
 from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import PolicyError, RequestError, SaccadeError, shown
 from saccade.methods.base import Method
+from saccade.methods.outside import in_this_process_alone
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
 
@@ -60,6 +61,8 @@ def why_not(policy: Policy) -> str | None:
 
 def _joins(method: Method) -> str | None:
     """What of other processes' heads a choice of ``method`` hangs on, or of one inside it."""
+    if in_this_process_alone(method.name):
+        return "it is registered in this process alone (an entry point, or SACCADE_METHODS_FROM, shows it to all)"
     if isinstance(method, Verified):
         return "drafts are chosen and checked in one process"
     if getattr(method, "unit", None) == "layer":

@@ -9,7 +9,7 @@ RECORDED, EAGER, STEP, LAYER, TIER, HOST = "recorded", "eager", "step", "layer",
 ROW, CHUNK = "row", "chunk"
 MEANINGS = {
     RECORDED: "one recorded step of many requests on a GPU",
-    EAGER: "the kernels of recorded steps, launched one by one for somebody who looks on",
+    EAGER: "the kernels of recorded steps, launched one by one for an observer",
     STEP: "one C++ call for all layers, products too, of all rows of a step",
     LAYER: "one C++ call a layer for all rows of a step",
     TIER: "one C++ call a layer, which names the blocks that a tier must bring in",

@@ -1,4 +1,4 @@
-"""Where a step's time goes: named stretches of the executor's work, added up while somebody wants to know."""
+"""Where a step's time goes: named stretches of the executor's work, added up while it is watched."""
 
 from __future__ import annotations
 
