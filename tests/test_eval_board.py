@@ -18,13 +18,13 @@ from saccade.cli.main import main
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
-from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
+from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS, entry_named
 from saccade.eval.board.equal import equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
-from saccade.eval.board.play import Placed, Play, _known, jobs, play, prepare_data
+from saccade.eval.board.play import Job, Placed, Play, _known, check_like, jobs, play, prepare_data
 from saccade.eval.board.rows import BY_NAME, fold
 from saccade.eval.metrics import METRICS
 from saccade.eval.samples import write_jsonl
@@ -186,7 +186,10 @@ def test_keys_at_equal_drift_lie_between_settings(made, tmp_path):
 
     def drifting(one: Placed, kl: float, keys: float) -> Placed:
         file = tmp_path / f"{one.name}-{one.budget}.json"
-        phases = {"decode": {"density": keys, "seconds": 3.0}, "prefill": {"density": 1.0, "seconds": 0.0}}
+        phases = {
+            "decode": {"density": keys, "reads": keys, "seconds": 3.0},
+            "prefill": {"density": 1.0, "seconds": 0.0},
+        }
         seconds = {"dense_seconds": {"decode": 2.0, "prefill": 0.0}}
         record = {"policy": one.policy, "kl": [kl / 2, 3 * kl / 2], "agree": [1.0, 0.0], **phases, **seconds}
         file.write_text(json.dumps(record))
@@ -413,6 +416,24 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
 
 
 @pytest.mark.usefixtures("always_right")
+def test_the_default_policy_has_a_row(tmp_path, tiny_llama):
+    """At 256 tokens it is dense, and nothing is timed."""
+    model = EngineConfig(str(tiny_llama), dtype="float32", kv_memory="16MiB")
+    grid = grids.QUICK.changed([0.3], [256], tasks=["single"], recall=0, methods=["auto"])
+    todo = jobs(grid, prepare_data(grid, str(tiny_llama), tmp_path / "data"))
+    assert [(job.entry and job.entry.name, job.protocol) for job in todo] == [
+        (None, "B"), (None, "D"), ("auto", "D"),
+    ]  # fmt: skip
+    placed = [one for ones in play(todo, load(model), Play(grid, model, tmp_path), note=str) for one in ones]
+    assert [one.error for one in placed] == [None] * 3
+    (row,) = fold(placed, [256])
+    (part,) = row.parts.values()
+    assert [one["error"] for one in part.cell.rows] == [None]
+    assert (part.policy, part.keys, row.loss.mean) == ("auto", 1.0, 0.0)
+    assert KINDS[row.entry.kind]
+
+
+@pytest.mark.usefixtures("always_right")
 def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, tiny_llama, capsys):
     out = tmp_path / "out"
     command = [
@@ -430,6 +451,19 @@ def test_dials_are_turned_by_drift_and_families_have_as_many_samples(tmp_path, t
     ]  # fmt: skip
     for left, right in pairwise(alone["rows"]):
         assert left["budget"] < right["budget"] or left["kl"][0] <= right["kl"][0]
+    for one in alone["rows"]:  # what begins another board's search, and what was read to choose
+        (cell,) = one["lengths"].values()
+        record = next(
+            found for file in out.glob("results/drift/640-12/*.json")
+            if (found := json.loads(file.read_text()))["policy"] == cell["policy"]
+        )  # fmt: skip
+        read = record["decode"]
+        assert cell["keys"] == one["keys"] == read["density"]
+        assert one["bytes"] == read["density"] + entry_named(one["method"]).summary * read["estimated"] / 2
+        assert (one["bytes"] > one["keys"]) == (one["method"] == "quest")
+    assert settings([out / "board.json"]) == {
+        (one["method"], "B", 640, one["budget"]): one["lengths"]["640"]["policy"] for one in alone["rows"]
+    }
     page = (out / "board.html").read_text()
     assert "no samples were answered" in page
     assert "KL, nats" in page
@@ -494,6 +528,30 @@ def test_a_search_begins_where_another_board_ended(made, tmp_path):
             theirs = job.entry.policy(other, 0.25, values[5]).text
             assert at(**{other: theirs}) == 5
             assert at(**{other: theirs, job.protocol: own}) == 3
+
+
+def test_settings_that_begin_no_search_are_refused(made, tmp_path):
+    """A board without settings, and one of other budgets or lengths: neither is passed over in silence."""
+    board = write_board(made, GRID, tmp_path)[1]
+    data = json.loads(board.read_text())
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(data | {"rows": [row | {"lengths": {}} for row in data["rows"]]}))
+    with pytest.raises(RequestError, match=r"bare\.json has no setting of any method"):
+        settings([board, bare])
+    entry = entry_named("quest")
+    job = Job(entry, "B", 2048, board, (0.25,))
+
+    def check(**key) -> None:
+        at = {"name": "quest", "protocol": "B", "length": 2048, "budget": 0.25} | key
+        like = {tuple(at.values()): entry.policy(at["protocol"], 0.25, entry.dial.values(2048)[2]).text}
+        check_like([job], Play(GRID, EngineConfig(), tmp_path, like=like))
+
+    check()
+    check(protocol="D")
+    check_like([job], Play(GRID, EngineConfig(), tmp_path))
+    for other in ({"name": "locks"}, {"length": 4096}, {"budget": 0.5}):
+        with pytest.raises(RequestError, match="no setting that this board asks for: it has budgets of 0"):
+            check(**other)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"rows": 3}', '{"rows": [{"lengths": {"x": {}}}]}', "{"])

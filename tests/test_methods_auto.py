@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from saccade.cli.main import main
 from saccade.engine.settings import automatic, pays
 from saccade.engine.settings.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
-from saccade.methods.auto import LEAST, SAFE, Asked, Auto, Offer, ends, settled
+from saccade.methods.auto import FEWEST, LEAST, SAFE, Asked, Auto, Offer, ends, settled
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times
 
@@ -314,3 +315,20 @@ def test_pages_and_the_list_of_methods_name_the_same_preset(capsys):
     with pytest.raises(SystemExit):
         main(["methods"])
     assert SAFE in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("place", ["README.md", "docs/quickstart.md", "docs/choosing.md", "saccade methods"])
+def test_every_place_that_recommends_says_the_same(place, capsys):
+    if place == "saccade methods":
+        with pytest.raises(SystemExit):
+            main(["methods"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"{SAFE} to answer as dense attention does, {FEWEST} to read the fewest keys" in said
+    else:
+        said = (Path(__file__).parent.parent / place).read_text(encoding="utf-8")
+        assert f"`{SAFE}`" in said
+        assert re.search(
+            rf"that policy to answer as dense attention does, `{re.escape(FEWEST)}` to read the fewest keys", said
+        )
+        assert "when not to" in said or "Do not use" in said
+    assert Policy.parse(FEWEST).text == FEWEST

@@ -112,6 +112,7 @@ def board(
     until = None if seconds is None else begun + seconds
     what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together, kept.settings(like or ()))
     todo = play.jobs(grid, data)
+    play.check_like(todo, what)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -33,8 +33,8 @@ SIZE = typer.Option("--suite", "--size", help="smoke, core or full.")
 TASK = typer.Option(
     "--task",
     "-t",
-    help="A task (natural:facts, ruler:vt) or all of a source (natural:all); names without a source are of the suite, "
-    "which only the built-in reference model knows.",
+    help="A task (natural:facts, ruler:vt) or all of a source (ruler:all). Where none is given: natural:all, ruler:all "
+    "and long:all; of the built-in models facts:all (retriever), or the suite (reference), whose tasks have no source.",
 )
 LENGTH = typer.Option("--length", help="Length in tokens; may be given several times.")
 SAMPLES = typer.Option("--samples", help="Samples of each task and length.")

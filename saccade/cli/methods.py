@@ -21,7 +21,7 @@ def methods(
 
     saccade methods psa
     """
-    from saccade.methods.auto import SAFE
+    from saccade.methods.auto import FEWEST, SAFE
     from saccade.methods.outside import load_outside
     from saccade.methods.policy import part_named
     from saccade.methods.registry import KNOWN, PRESETS
@@ -53,6 +53,7 @@ def methods(
             "auto, the default of serve and chat, is dense where nothing is gained, else what saccade tune found for "
             f"the model, else {SAFE}."
         )
+        console.print(f"Chosen by hand: {SAFE} to answer as dense attention does, {FEWEST} to read the fewest keys.")
     for part in () if name is None else chosen.values():
         console.print(" ".join((part.__doc__ or "").split()))
 

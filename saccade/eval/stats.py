@@ -11,6 +11,7 @@ import numpy as np
 from saccade.errors import RequestError
 
 RESAMPLES = 10_000
+STRETCH = 16  # forced tokens that are drawn together: neighbours drift alike
 _CELLS = 4_000_000  # indices drawn at once: bounds the memory of one step to 32 MB
 
 

@@ -62,6 +62,12 @@ class Drift:
         """Share of the keys that dense attention reads."""
         return self.record[phase]["density"]
 
+    def read(self, phase: str, summary: float | None) -> float | None:
+        """Bytes over dense attention's, as ``Part.read`` has them; None where that is not known, which a record from
+        before block summaries were counted does not say of a method that has them."""
+        estimated = self.record[phase].get("estimated", None if summary else 0.0)
+        return None if summary is None or estimated is None else self.record[phase]["reads"] + summary * estimated / 2
+
     def time(self, phase: str) -> float | None:
         """Over dense attention's, of one sequence where the drift was measured; None where that took none."""
         seconds = self.record["dense_seconds"][phase]

@@ -17,14 +17,13 @@ KINDS = {
     "oracle": "knows every exact score: what a budget can do at best, no method to use",
     "baseline": "chooses by place or by chance",
     "lossless": "answers as dense attention does",
-    "certified": "bounds its error and reads as many keys as the bound takes",
+    "certified": "bounds its error and reads as many keys as the bound takes; scores every key first where bounds of "
+    "blocks are too loose, which bytes count and keys do not",
+    "default": "becomes dense attention or another policy by the length and by times of the machine that runs it",
     "window": "hides part of the context from deep layers, at its paper's setting",
 }
 # Registered, and not on the board.
-EXCLUDED = {
-    "dense": "what every row is compared with",
-    "auto": "becomes other policies by times of the machine, so its keys cannot be set",
-}
+EXCLUDED = {"dense": "what every row is compared with"}
 
 
 @dataclass(frozen=True)
@@ -177,6 +176,7 @@ ENTRIES = (
     _prefill("random, prefill", "random(k={value})", SHARE, "baseline", slow=True),
     _prefill("topk, prefill", "topk(k={value}, prefill=true)", SHARE, "oracle", slow=True),
     _prefill("topp, prefill", "topp(p={value}, prefill=true)", THRESHOLD, "oracle", slow=True),
+    Entry("auto", {"prefill": "auto", "decode": "auto"}, None, kind="default"),
     Entry(
         "cpe",
         {"prefill": "dense", "decode": "cis(k={value})", "window": "psaw", "freeze": "etf"},

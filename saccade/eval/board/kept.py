@@ -38,17 +38,23 @@ def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, c
 
 def settings(files: Sequence[Path]) -> dict[tuple[str, str, int, float], str]:
     """(name, protocol, length, budget) -> the policy that a board.json of ``files`` has there; the first file that has
-    one counts. RequestError for a file that is no board.json."""
+    one counts. RequestError for a file that is no board.json, or has no setting with which a search could begin."""
     found: dict[tuple[str, str, int, float], str] = {}
     for file in files:
-        board = read_json(file)
+        board, own = read_json(file), {}
         try:
             for row in board["rows"]:
                 for length, cell in row["lengths"].items():
                     if row["budget"] is not None:
-                        found.setdefault((row["method"], row["protocol"], int(length), row["budget"]), cell["policy"])
+                        own[row["method"], row["protocol"], int(length), row["budget"]] = cell["policy"]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RequestError(f"{file} is not the board.json of saccade eval board: {error!r}") from error
+        if not own:
+            raise RequestError(
+                f"{file} has no setting of any method, so no dial can begin as it was there: make that board again, "
+                "give another one, or leave --like out"
+            )
+        found = own | found
     return found
 
 

@@ -228,6 +228,24 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
         return
 
 
+def check_like(todo: Sequence[Job], play: Play) -> None:
+    """RequestError if another board's settings are given and no search would begin with one of them."""
+    begun = (
+        _known(job.entry, job, budget, job.entry.dial.values(job.length), play) is not None
+        for job in todo
+        if job.entry is not None and job.entry.dial is not None
+        for budget in job.budgets
+        if budget is not None
+    )
+    if not play.like or any(begun):
+        return
+    budgets, lengths = ({key[at] for key in play.like} for at in (3, 2))
+    raise RequestError(
+        f"--like has no setting that this board asks for: it has budgets of {', '.join(map(str, sorted(budgets)))} at "
+        f"lengths of {', '.join(map(str, sorted(lengths)))}; take one of them, or leave --like out"
+    )
+
+
 def _drift(drifts: Drifts, policy: Policy, play: Play) -> Drift:
     """A policy's drift, unless the time is over and it was not measured before."""
     if play.late and drifts.known(policy) is None:

@@ -13,11 +13,10 @@ from saccade.eval.board.matching import MATCHED, distance
 from saccade.eval.board.play import RECALL, Placed
 from saccade.eval.results import read_json
 from saccade.eval.sources import family
-from saccade.eval.stats import Interval, paired_difference, stretch_interval
+from saccade.eval.stats import STRETCH, Interval, paired_difference, stretch_interval
 from saccade.eval.summary import Cell, Group, Run
 from saccade.eval.weak import dense_score
 
-STRETCH = 16  # forced tokens that are drawn together
 BY_NAME: Mapping[str, Entry] = {entry.name: entry for entry in ENTRIES}
 
 
@@ -112,7 +111,10 @@ class Row:
 
     @property
     def read(self) -> float | None:
-        return _mean(part.read for part in self.parts.values())
+        """Of the samples; where none were answered, of the forced tokens."""
+        if self.parts:
+            return _mean(part.read for part in self.parts.values())
+        return _mean(drift.read(self.entry.phase, self.entry.summary) for drift in self.drifts.values())
 
     @property
     def recall(self) -> float | None:
@@ -152,20 +154,34 @@ class Row:
             "agree": self.agree,
             "time": self.time,
             "lengths": {
-                str(length): {
-                    "policy": part.policy,
-                    "score": part.cell.score,
-                    **interval_data(difference(part.cell.pairs)),
-                    "keys": part.keys,
-                    "bytes": part.read,
-                    "recall": part.recall,
-                    "mcnemar_p": part.cell.chance,
-                    "errors": part.cell.errors,
-                }
-                for length, part in sorted(self.parts.items())
+                str(length): self._drift_at(length) | self._answers_at(length)
+                for length in sorted(self.parts.keys() | self.drifts.keys())
             },
             "failed": list(self.errors),
         }
+
+    def _answers_at(self, length: int) -> dict[str, Any]:
+        part = self.parts.get(length)
+        if part is None:
+            return {}
+        return {
+            "policy": part.policy,
+            "score": part.cell.score,
+            **interval_data(difference(part.cell.pairs)),
+            "keys": part.keys,
+            "bytes": part.read,
+            "recall": part.recall,
+            "mcnemar_p": part.cell.chance,
+            "errors": part.cell.errors,
+        }
+
+    def _drift_at(self, length: int) -> dict[str, Any]:
+        drift = self.drifts.get(length)
+        if drift is None:
+            return {}
+        phase = self.entry.phase
+        read = {"keys": drift.keys(phase), "bytes": drift.read(phase, self.entry.summary)}
+        return {"policy": drift.policy, **read, "kl": drift.mean, "agree": drift.agree}
 
 
 def fold(placed: Sequence[Placed], lengths: Sequence[int]) -> list[Row]:

@@ -101,6 +101,7 @@ def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) ->
         found[phase] = {
             "density": 1.0 if dense else counts["density"],
             "reads": 1.0 if dense else (counts["keys_attended"] + counts["keys_scored"] / 2) / causal,
+            "estimated": 0.0 if dense else counts["keys_estimated"] / causal,
             "kept": None if measured is None else measured.as_dict(),
             "search_ratio": counts["search_ratio"],
             "seconds": counts["seconds"],

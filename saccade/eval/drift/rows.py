@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.eval.board.entries import ENTRIES
-from saccade.eval.stats import Interval, stretch_interval
+from saccade.eval.stats import STRETCH, Interval, stretch_interval
 from saccade.methods.policy import Policy
 
 DENSE, ROUNDING = "dense", "dense, bfloat16 beside float32"  # ids of records that are no policy's own
-STRETCH = 16  # tokens that are drawn together
 ORACLES = frozenset(name for entry in ENTRIES if entry.kind == "oracle" for name in entry.methods)
 
 

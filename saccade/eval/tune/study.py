@@ -17,10 +17,9 @@ from saccade.engine.settings.pays import Untimed, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.passage import Passage
-from saccade.eval.drift.rows import STRETCH
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
 from saccade.eval.setting import load
-from saccade.eval.stats import stretch_interval
+from saccade.eval.stats import STRETCH, stretch_interval
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
