@@ -72,10 +72,10 @@ def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
     """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
     if not format_of(pages.k, q.dtype).coded:
         return PLAIN
-    if q.dtype == torch.float32:
+    if pad(lines) > 32:
+        return MANY_CODES
+    if pad(lines) > 16 or q.dtype == torch.float32:
         return PLAIN._replace(registers=None)
-    if pad(lines) > 16:
-        return MANY_CODES if pad(lines) > 32 else PLAIN._replace(registers=None)
     return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
 
 
