@@ -119,10 +119,6 @@ POLICIES = [
     "psa(epsilon=0.4, block_size=32, microbatch=1, rank=keys, rest=estimate)",
     "cis(k=20, sinks=3, local=6, tau=0.0, r=2, m=9)",
     "lfps(k=30, least=1, blocks=4, epsilon=0.1)",
-    "loopserve(alpha=1, budget=40, first=2, n_d=3, observed=2)",
-    "locks(budget=64, block_size=32)",
-    "lossless(draft=quest(budget=64, block_size=32, dense_layers=0), tokens=3)",
-    "h2o(budget=40)",
 ]
 
 
