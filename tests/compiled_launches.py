@@ -78,15 +78,7 @@ def view(dtype: torch.dtype, head_dim: int, rows: RowFormat, block_size: int, kv
     return KVView(Paged(storage.k, storage.v, table, length, form))
 
 
-def calls(
-    dtype: torch.dtype,
-    head_dim: int,
-    rows: RowFormat,
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-    softcap: float | None,
-) -> None:
+def calls(dtype: torch.dtype, head_dim: int, rows: RowFormat, block_size: int, heads: int, kv_heads: int) -> None:
     """Attention of all kinds over such a pool: one row, a few, some and many, early in a text and late in it."""
     for length, counts in ((LENGTH, (1, 3, 8, 9, 100)), (5000, (150, 2500, 4500))):
         kv = view(dtype, head_dim, rows, block_size, kv_heads, length)
