@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
-from helpers import planted_heads
+from helpers import generator, planted_heads, random_selection
 
 from saccade.kv import KVView
 from saccade.ops import Call, run
-from saccade.ops.triton import decode
+from saccade.ops.triton import decode, dispatch
 from saccade.ops.triton.decode import CODES, MANY_CODES, PLAIN, fitting, most_lines
 from saccade.ops.triton.few_rows import LARGE, TILE, attend_few, attend_groups
 from saccade.selection import Dense, Shape
@@ -69,3 +69,15 @@ def test_heads_of_too_many_rows_are_served_by_several_programs(heads, rows, most
         torch.testing.assert_close(lse, want.lse, atol=1e-5, rtol=1e-5)
     assert max(taken) <= max(most, rows)
     assert max(taken) < heads * rows or heads * rows <= most
+
+
+def test_lines_of_wide_float32_heads_are_refused_by_name():
+    for dtype, head_dim, kind, refused in (
+        (torch.float32, 192, "lines", True), (torch.float32, 256, "mixed", True), (torch.float32, 128, "lines", False),
+        (torch.float32, 256, "blocks", False), (torch.bfloat16, 256, "lines", False),
+    ):  # fmt: skip
+        q, k, v = (part.to(dtype) for part in planted_heads(2, 2, 40, head_dim, seed=1))
+        view = KVView.from_tensors(k, v, 16)
+        selection = random_selection(kind, Shape.suffix(2, 2, 20, 40), 2, generator(0))
+        reason = dispatch.serves(q[:, -20:], view, selection)
+        assert reason == (f"it reads lines of float32 heads of up to 128 channels; got {head_dim}" if refused else None)
