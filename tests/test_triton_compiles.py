@@ -13,10 +13,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @pytest.mark.thorough
-def test_the_kernels_of_prefill_compile_for_hopper():
+@pytest.mark.parametrize("script", ["compiled_kernels.py", "compiled_launches.py"])
+def test_kernels_compile_for_hopper(script):
     """In a process of its own: here they may be interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled_kernels.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    program = Path(__file__).with_name(script)
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "_lines" in done.stdout

@@ -13,6 +13,7 @@ from saccade.kv.summaries import summarize
 from saccade.kv.view import KVView
 from saccade.ops import attend
 from saccade.ops.triton.batched_decode import Summaries, append_rows, score_blocks
+from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.latents import Tiles, attend_latents, share_of
 from saccade.ops.triton.prefill import Config, attend_prefill, rest_of
 from saccade.selection import Band, Blocks, Dense, Shape
@@ -63,6 +64,13 @@ def test_some_rows_of_a_sequence_read_it_once(heads):
     rows = Latents([97, 5, 64], WIDTHS[1], heads, each=3)
     limits = torch.tensor([95, 96, 97, 4, 5, 0, 62, 63, 64], dtype=torch.int32)
     close(attend_latents(rows.q, rows.pages, None, scale=0.3, limits=limits), exact(rows, limits=limits, scale=0.3))
+
+
+def test_one_row_of_each_sequence_reads_as_many_keys_as_it_may():
+    """Of more heads than a group of rows has room for."""
+    rows, limits = Latents([97, 5, 64], WIDTHS[1], 6), torch.tensor([40, 0, 64], dtype=torch.int32)
+    got = attend_decode(rows.q, rows.pages, None, scale=0.3, limits=limits)
+    close(got, exact(rows, limits=limits, scale=0.3))
 
 
 def test_rows_in_host_memory():

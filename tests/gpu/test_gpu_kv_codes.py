@@ -3,6 +3,7 @@ codes stand for, engines against a CPU's."""
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -25,8 +26,8 @@ from saccade.ops.triton import pages
 from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_decode import Summaries, append_rows
 from saccade.ops.triton.block_summaries import summarize
-from saccade.ops.triton.few_rows import attend_few
-from saccade.selection import Shape
+from saccade.ops.triton.few_rows import attend_few, attend_groups
+from saccade.selection import Dense, Shape
 
 BOTH = pytest.mark.parametrize("rows", ["int8", "fp8"], indirect=True)
 
@@ -87,13 +88,17 @@ def close(ours, theirs, dtype) -> None:
 
 
 def views(rows, dtype, n, head_dim, scale=1.0):
+    """Queries, and views of codes, of what they stand for, and of that in the queries' dtype."""
     q, k, v = planted_heads(8, 2, n, head_dim, seed=n)
     v[:, 5] *= 40 * scale
     v[1, 8:40] *= 2.0**-12
     k[:, 9] *= 30
     q, k, v = (part.to("cuda", dtype) for part in (q, k, v))
-    plain = KVView.from_tensors(rounded(k.float(), rows), rounded(v.float(), rows), 32, shuffle_seed=2)
-    return q, KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows), plain
+    exact = [rounded(part.float(), rows) for part in (k, v)]
+    plain = [
+        KVView.from_tensors(*parts, 32, shuffle_seed=2) for parts in (exact, [one.to(dtype).float() for one in exact])
+    ]
+    return q, KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows), *plain
 
 
 @BOTH
@@ -102,28 +107,51 @@ def views(rows, dtype, n, head_dim, scale=1.0):
     (torch.float16, 64, 2500), (torch.float32, 64, 1), (torch.float32, 64, 150),
 ])  # fmt: skip
 def test_attention_over_every_selection(rows, dtype, head_dim, count):
+    """One row multiplies codes; more rows what they stand for in the queries' dtype, as the reference does."""
     n = 3000 if count > 300 else 333
-    q, coded, plain = views(rows, dtype, n, head_dim)
+    q, coded, exact, held = views(rows, dtype, n, head_dim)
     shape, q = Shape.suffix(8, 2, count, n), q[:, -count:]
+    bound = min(BOUND[dtype], 6e-3)
     for kind in KINDS if count == 1 else KINDS[:6]:
         selection = random_selection(kind, shape, 2, generator(0))
         got = run(Call.of(q, coded, selection))
-        want = run(Call.of(q.float(), plain, selection), "reference")
+        want = run(Call.of(q.float(), exact if count == 1 else held, selection), "reference")
         assert got.backend == "triton"
         error = (got.out.float() - want.out).norm() / want.out.norm()
-        assert float(error) < min(BOUND[dtype], 8e-3), kind
+        assert float(error) < bound, (kind, float(error))
         torch.testing.assert_close(got.lse, want.lse, atol=2e-2, rtol=1e-2)
     if count == 3:
         out, _ = attend_few(q, [coded], scale=0.1)
-        want = run(Call.of(q.float(), plain, random_selection("dense", shape, 2, generator(0)), scale=0.1), "reference")
-        assert float((out.float() - want.out).norm() / want.out.norm()) < 8e-3
+        want = run(Call.of(q.float(), exact, random_selection("dense", shape, 2, generator(0)), scale=0.1), "reference")
+        error = (out.float() - want.out).norm() / want.out.norm()
+        assert float(error) < bound, float(error)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "heads", "count"), [
+    (torch.float32, 128, 1, 64), (torch.float32, 256, 8, 8), (torch.bfloat16, 256, 16, 16), (torch.bfloat16, 128, 71, 3)
+])  # fmt: skip
+@pytest.mark.parametrize("rows", ["auto", "int8"], indirect=True)
+def test_a_few_rows_of_many_or_wide_heads(rows, dtype, head_dim, heads, count):
+    """What did not fit a multiprocessor's shared memory, and a tile's rows."""
+    q, k, v = (part.to("cuda", dtype) for part in planted_heads(heads, 1, 700, head_dim, seed=3))
+    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows)
+    exact = KVView.from_tensors(*(rounded(part.float(), rows).float() for part in (k, v)), 32)
+    q, shape = q[:, -count:], Shape.suffix(heads, 1, count, 700)
+    want = run(Call.of(q.float(), exact, Dense(shape), scale=0.1), "reference")
+    for out, lse in (
+        attend_few(q, [coded], scale=0.1),
+        attend_groups(q, coded, 700 - count, scale=0.1),
+    ):
+        error = (out.float() - want.out).norm() / want.out.norm()
+        assert float(error) < max(BOUND[dtype], 1e-5), float(error)
+        torch.testing.assert_close(lse, want.lse, atol=2e-2, rtol=1e-2)
 
 
 @BOTH
 def test_queries_and_values_far_beyond_float16(rows):
     """Products are of float16; scales are not."""
     for factor in (1e-6, 1e6):
-        q, coded, plain = views(rows, torch.bfloat16, 333, 128, factor)
+        q, coded, plain, _ = views(rows, torch.bfloat16, 333, 128, factor)
         shape = Shape.suffix(8, 2, 1, 333)
         for kind in ("dense", "ranking"):
             selection = random_selection(kind, shape, 2, generator(0))
@@ -176,21 +204,19 @@ HALVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "policy"),
-    [("int8", one) for one in HALVES] + [("fp8", "psa(epsilon=0.2, block_size=16)")],
-    indirect=["rows"],
-)
-def test_a_model_in_bfloat16_answers_as_from_a_plain_pool_of_the_values(folder, rows, policy, monkeypatch):
-    """Until answers part, log-probabilities are the same but for bfloat16's rounding."""
-    prompt = random_ids(700, seed=5)
-    asked, found = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1), []
-    settings = {"dtype": "bfloat16", "device": "cuda", "kv_memory": "32MiB", "prefill_chunk": 256}
-    settings["kv_rotate"] = rows.turned
+@pytest.fixture(scope="module")
+def answering(folder, rows):
+    """What answers from rows of 8 bits in bfloat16, from plain rows of what they stand for, and in float32: a policy
+    and prompts to tokens, each with its log-probability."""
+    settings = {"device": "cuda", "kv_memory": "32MiB", "prefill_chunk": 256, "kv_rotate": rows.turned}
+    kinds = (rows.name, "bfloat16"), ("auto", "bfloat16"), (rows.name, "float32")
+    served = [LLM(folder, kv_dtype=kv_dtype, dtype=dtype, **settings) for kv_dtype, dtype in kinds]
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     store, put = pages.store, device_attention.append_rows
-    for kv_dtype in (rows.name, "auto"):
-        with monkeypatch.context() as patch, LLM(folder, kv_dtype=kv_dtype, **settings) as llm:
-            if kv_dtype == "auto":
+
+    def answers(number: int, policy: str, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 1:
                 patch.setattr(RowFormat, "encode", lambda self, values, dtype: rounded(values, rows))
                 patch.setattr(
                     pages, "store", lambda at, start, k, v: store(at, start, rounded(k, rows), rounded(v, rows))
@@ -198,14 +224,43 @@ def test_a_model_in_bfloat16_answers_as_from_a_plain_pool_of_the_values(folder, 
                 patch.setattr(
                     device_attention, "append_rows", lambda k, v, *a: put(rounded(k, rows), rounded(v, rows), *a)
                 )
-            (done,) = llm.generate([prompt], asked, policy=policy)
+            found = served[number].generate(prompts, asked, policy=policy)
+        for done in found:
             assert done.error is None, done.error
-            found.append([next(iter(one.values())).logprob for one in done.outputs[0].logprobs])
-            found.append(tokens(done))
-    ours, own, theirs, other = found
-    same = next((i for i, (a, b) in enumerate(zip(own, other)) if a != b), len(own))
-    assert same >= 1
-    assert ours[:same] == pytest.approx(theirs[:same], abs=0.06)
+        return [
+            [(token, next(iter(one.values())).logprob) for token, one in zip(tokens(done), done.outputs[0].logprobs)]
+            for done in found
+        ]
+
+    yield answers
+    for llm in served:
+        llm.close()
+
+
+def apart(ours: list[list[tuple[int, float]]], theirs: list[list[tuple[int, float]]]) -> list[float]:
+    """By how much log-probabilities differ, until answers part."""
+    found = []
+    for mine, other in zip(ours, theirs):
+        for (token, one), (its, two) in zip(mine, other):
+            if token != its:
+                break
+            found.append(abs(one - two))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "policy"),
+    [("int8", one) for one in HALVES] + [("fp8", "psa(epsilon=0.2, block_size=16)")],
+    indirect=["rows"],
+)
+def test_a_model_in_bfloat16_answers_as_from_a_plain_pool_of_the_values(answering, policy):
+    """It is as far from float32's log-probabilities as that. Rounding alone moves single ones by as much as 0.8 where
+    it changes which keys are read, so that no two answers in bfloat16 are held against each other token by token."""
+    prompts = [random_ids(length, seed=length) for length in (700, 411, 520, 333)]
+    ours, plain, exact = (answering(number, policy, prompts) for number in range(3))
+    mine, other = apart(ours, exact), apart(plain, exact)
+    assert min(len(mine), len(other)) >= 8
+    assert statistics.median(mine) <= 2 * statistics.median(other) + 0.02, (mine, other)
 
 
 def test_recorded_steps_turn_queries_and_keys(folder):

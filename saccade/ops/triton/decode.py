@@ -8,6 +8,7 @@ lengths it knows itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from saccade.ops.triton.batch import KeyLists, Pages, even_splits
 from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
 from saccade.ops.triton.key_runs import listed, seen_of, spread
-from saccade.ops.triton.latents import attend_latents
+from saccade.ops.triton.latents import attend_latents, share_of
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.readers import key_codes, value_codes
 
@@ -41,14 +42,40 @@ PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
 # Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
 CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
 MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
+SHARED = 231_424  # bytes of a Hopper GPU's shared memory that a program's tiles and queries may take
+QUERIES = 1 << 16  # of these, of queries
+
+
+def most_lines(q: Tensor) -> int:
+    """Rows of a product whose queries leave shared memory to keys."""
+    return QUERIES // _held(q)
+
+
+def _held(q: Tensor) -> int:
+    """Bytes of shared memory that a row of a product takes: float32's in two parts, for its three products."""
+    return pad(q.shape[-1]) * q.element_size() * (2 if q.dtype == torch.float32 else 1)
+
+
+def fitting(tiles: Tiles, q: Tensor, lines: int) -> Tiles:
+    """``tiles`` with as few stages, then keys, as there is shared memory for beside ``lines`` rows of a product."""
+    row = pad(q.shape[-1]) * q.element_size()
+    if row > 512:
+        tiles = tiles._replace(keys=min(tiles.keys, 32), stages=2)
+    room = SHARED - pad(lines) * _held(q)
+    while 2 * tiles.keys * row * tiles.stages > room and tiles.keys > 16:
+        less = {"stages": tiles.stages - 1} if tiles.stages > 2 else {"keys": tiles.keys // 2}
+        tiles = tiles._replace(**less)
+    return tiles
 
 
 def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
     """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
-    if not format_of(pages.k, q.dtype).coded or q.dtype == torch.float32:
+    if not format_of(pages.k, q.dtype).coded:
         return PLAIN
-    if pad(lines) > 16:
-        return MANY_CODES if pad(lines) > 32 else PLAIN._replace(registers=None)
+    if pad(lines) > 32:
+        return MANY_CODES
+    if pad(lines) > 16 or q.dtype == torch.float32:
+        return PLAIN._replace(registers=None)
     return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
 
 
@@ -72,6 +99,8 @@ def attend_decode(
     and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then. Of latents
     (``pages.value_dim``) tiles are those of ``latents.tiles_for``, and the first channels of ``out`` count.
     """
+    if limits is not None and len(limits) == len(pages.lengths):  # a row of each, which is as long as it reads
+        pages, limits = replace(pages, lengths=limits.contiguous()), None
     if pages.value_dim is not None:
         return attend_latents(q, pages, lists, scale=scale, softcap=softcap, splits=splits, limits=limits)
     q = rows(q)
@@ -82,12 +111,11 @@ def attend_decode(
     kv_heads = pages.k.shape[1]
     most = pages.longest if lists is None else lists.longest * lists.size
     units = kv_heads if lists is None else lists.units
-    programs = max(kv_heads, units)
-    per = heads // programs * each
-    tiles = tiles or tiles_for(q, pages, per)
-    keys, warps, stages, registers, resident = tiles
-    if pad(head_dim) * q.element_size() > 512:
-        keys, stages = min(keys, 32), 2
+    together = heads // max(kv_heads, units)
+    if together * each > most_lines(q):
+        together = share_of(together, max(1, most_lines(q) // each))
+    programs, per = heads // together, together * each
+    keys, warps, stages, registers, resident = fitting(tiles or tiles_for(q, pages, per), q, per)
     if splits is None:
         # With less than three tiles of its own, one costs more than it reads.
         highest = max(1, min(-(-most // (3 * keys)), 128))

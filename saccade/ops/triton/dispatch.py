@@ -40,6 +40,7 @@ from saccade.selection.forms import Rule
 
 FEW_ROWS = 8  # up to which a call reads coded rows where they lie
 BLOCK_SIZES = (16, 32, 64, 128)
+LINE_BYTES = 512  # of a row's channels, of which tiles of lines fit a multiprocessor's shared memory
 
 
 def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
@@ -68,6 +69,9 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
         return _unread_latents(selection)
     parts = selection.parts if type(selection) is Mixed else (selection,)
     unread = next((why for part in parts if (why := _unread(part)) is not None), None)
+    by_lines = any(isinstance(part, (Lines, Windowed)) for part in parts)
+    if by_lines and unread is None and kv.head_dim * q.element_size() > LINE_BYTES:
+        unread = f"it reads lines of float32 heads of up to {LINE_BYTES // 4} channels; got {kv.head_dim}"
     return unread or uneven(selection.units, kv.kv_heads)
 
 

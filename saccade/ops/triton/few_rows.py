@@ -16,7 +16,7 @@ from saccade.kv.row_formats import format_of
 from saccade.kv.view import KVView
 from saccade.ops.triton.batch import Pages, pages_of
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.decode import Tiles, attend_decode
+from saccade.ops.triton.decode import Tiles, attend_decode, most_lines
 
 LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit few registers
 TILE = 64  # rows and query heads of a KV head together, of a group
@@ -61,7 +61,8 @@ def attend_groups(
     the same keys, and the keys of each are read in as many parts as fill the device. Returns ``out`` like q and ``lse``
     float32 [heads, t]."""
     heads, count, _ = q.shape
-    each = max(1, TILE * kv.kv_heads // heads)
+    lines = TILE if kv.format.joined else min(TILE, most_lines(q))  # of latents heads are cut, too
+    each = max(1, lines * kv.kv_heads // heads)
     groups = -(-count // each)
     paged = kv.upto(start + count).paged()
     tables = paged.block_table[None].expand(groups, -1, -1).contiguous()

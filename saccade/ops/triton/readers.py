@@ -47,7 +47,9 @@ def in_codes(stored, TYPE, LINES):
 def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr):
     """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
     :func:`in_codes`; else keys, and 1, of which the compiler makes nothing. Of int8 rows runs of channels that share a
-    scale lie one behind the other: [runs, rows, 64], and [runs, rows, 1]."""
+    scale lie one behind the other: [runs, rows, 64], and [runs, rows, 1]; of rows that are not ``there`` scales are 0,
+    and codes those of any row, ``row`` being some row of the pool: a mask for each row would take more instructions
+    than a tile's products."""
     if in_codes(k_pool.dtype.element_ty, TYPE, LINES):
         if k_pool.dtype.element_ty == tl.uint8:
             codes = _get(k_pool + (row * (D + MORE) + channel), channel, there, D)
@@ -58,8 +60,7 @@ def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, 
             run = tl.arange(0, RUNS)[:, None, None]
             channel = run * EACH + tl.arange(0, EACH)[None, None, :]
             at = row[None] * width_of(tl.int8, D)
-            codes = _get(k_pool + (at + channel), channel, there[None], D)
-            codes = int8_halves(codes)
+            codes = int8_halves(_get(k_pool + (at + channel), channel, None, D))
             return codes, _run_scales(k_pool, at, run, there[None], D)
     else:
         return _load(k_pool, row, channel, there, D, TYPE), tl.full([1, 1], 1.0, tl.float32)
@@ -84,7 +85,7 @@ def value_codes(
             run = tl.arange(0, RUNS)[:, None, None]
             pair = run * EACH + tl.arange(0, EACH)[None, None, :]
             at = row[None] * width_of(tl.int8, D)
-            found = _get((v_pool + at).to(tl.pointer_type(tl.uint16)) + pair, pair * 2, there[None], D)
+            found = _get((v_pool + at).to(tl.pointer_type(tl.uint16)) + pair, pair * 2, None, D)
             even, odd = int8_pairs(found)
             return even, odd, _run_scales(v_pool, at, run, there[None], D)
     else:
