@@ -16,7 +16,16 @@ import torch
 import torch.distributed as distributed
 
 from saccade.engine.attention import Watch
-from saccade.engine.ranks.link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
+from saccade.engine.ranks.link import (
+    ANSWER_SECONDS,
+    RankGroup,
+    RankLink,
+    counts_path,
+    failed,
+    gather_named,
+    ready,
+    send,
+)
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
@@ -78,7 +87,9 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         memory = start.blocks * layout_of(config, model).block_bytes
         pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)
         model.runner.turn_keys(pool.format.turned)
-        setting = Setting(spec, Calibrations(spec, model.path, rank, ranks), Watch(), config.backend, config.threads)
+        part = replace(model.part, gather=lambda name, own: gather_named(group[0], name, own))
+        calibrations = Calibrations(spec, model.path, part)
+        setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, part=part)
     except Exception as error:
         store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
         raise

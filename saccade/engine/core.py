@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +76,11 @@ class Engine:
         self.link = link
         self.layers = model.spec.layers
         self.watch = Watch()
-        calibrations = Calibrations(model.spec, model.path, 0, config.tensor_parallel_size)
+        part = model.part if link is None else replace(model.part, gather=link.gather)
+        calibrations = Calibrations(model.spec, model.path, part)
         device = getattr(model.runner, "device", None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
-        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4, part)
         self.worker = (
             Worker(model.runner, setting, exact, config.cuda_graphs)
             if link is None

@@ -49,11 +49,13 @@ from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.ops import fp8
 from saccade.ops.group_rounding import BITS
 from saccade.ops.matrices import Matrix
+from saccade.selection.head_part import WHOLE, HeadPart
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint ready to run. ``notes`` are plain sentences: what differs from what the folder or caller said."""
+    """A checkpoint ready to run. ``notes`` are plain sentences: what differs from what the folder or caller said.
+    ``part``: of its heads, where processes share them out."""
 
     path: Path
     spec: ModelSpec
@@ -65,6 +67,7 @@ class LoadedModel:
     device: torch.device
     notes: tuple[str, ...]
     found: FoundOnce
+    part: HeadPart = WHOLE
 
     @property
     def identity(self) -> ModelIdentity:

@@ -131,6 +131,13 @@ class RankLink:
             raise RanksLost(str(self.lost or "the other ranks have not begun"))
         return self._group
 
+    def gather(self, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
+        """See ``gather_named``; where it fails the others are given up."""
+        try:
+            return gather_named(self.group, name, own)
+        except RuntimeError as error:
+            raise self.lose(error) from error
+
     def joined(self) -> RankGroup:
         """See ``group``."""
         return self.group
@@ -188,6 +195,16 @@ def ready(rank: int) -> str:
 def failed(rank: int) -> str:
     """The key under which a rank says why it has not."""
     return f"failed/{rank}"
+
+
+def gather_named(group: RankGroup, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
+    """All ranks' parts of what ``name`` names. RuntimeError where another rank asks for something else: one whose rows
+    of a request failed goes on with the next."""
+    asked = torch.tensor([*name, *own.shape], dtype=torch.int64, device="cpu")
+    for other in group.gather(asked):
+        if not torch.equal(other, asked):
+            raise RuntimeError(f"one asks for {asked.tolist()}, another for {other.tolist()}")
+    return group.gather(own)
 
 
 def others_fail(group: RankGroup, own: list[bool]) -> list[bool]:

@@ -44,14 +44,15 @@ from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
+from saccade.selection.head_part import HeadPart
 
 
 class SharedMemories(Memories):
     """The first rank's memories: what becomes of them is told to the others."""
 
-    def __init__(self, link: RankLink) -> None:
+    def __init__(self, link: RankLink, part: HeadPart) -> None:
         super().__init__()
-        self._link = link
+        self._link, self._heads = link, part
 
     def fork(self, source: int, target: int, length: int | None = None) -> HeldBlocks:
         made = super().fork(source, target, length)
@@ -97,7 +98,7 @@ class SharedMemories(Memories):
             )
         made = super().save(sequence, segment)
         tensors = self._whole(Save(sequence, segment), made.tensors)
-        return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._link.ranks})
+        return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._heads.parts})
 
     def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
         return self._whole(SaveRows(sequence, start, stop), super().save_rows(sequence, start, stop))
@@ -112,28 +113,32 @@ class SharedMemories(Memories):
     def load(self, sequence: int, saved: SavedKV) -> HeldBlocks:
         own = self._part(saved)
         made = super().load(sequence, own)
-        parts = _parts(saved.tensors, self._link.ranks)
-        self._link.tell_each([Load(sequence, SavedKV(part, own.metadata)) for part in parts[1:]])
+        parts = self._of_others(saved.tensors)
+        self._link.tell_each([Load(sequence, SavedKV(part, own.metadata)) for part in parts])
         return made
 
     def load_rows(self, sequence: int, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
-        parts = _parts(tensors, self._link.ranks)
-        super().load_rows(sequence, parts[0], count)
-        self._link.tell_each([LoadRows(sequence, part, count) for part in parts[1:]])
+        super().load_rows(sequence, _parts(tensors, self._heads.parts)[0], count)
+        self._link.tell_each([LoadRows(sequence, part, count) for part in self._of_others(tensors)])
 
     def _part(self, saved: SavedKV) -> SavedKV:
         """What this rank takes of saved keys and values."""
-        metadata, ranks = saved.metadata, self._link.ranks
+        metadata, parts = saved.metadata, self._heads.parts
         heads: Any = metadata.get("kv_heads")
-        if whole_number(heads, 1) and heads % ranks == 0:
-            metadata = {**metadata, "kv_heads": heads // ranks}
-        return SavedKV(_parts(saved.tensors, ranks)[0], metadata)
+        if whole_number(heads, 1) and heads % parts == 0:
+            metadata = {**metadata, "kv_heads": heads // parts}
+        return SavedKV(_parts(saved.tensors, parts)[0], metadata)
+
+    def _of_others(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each other rank takes of them."""
+        parts, copies = _parts(tensors, self._heads.parts), self._heads.copies
+        return [parts[rank // copies] for rank in range(1, self._link.ranks)]
 
     def _whole(self, message: Message, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """``own`` tensors, those of keys and values with the heads of all ranks, which are asked for by ``message``."""
         self._link.tell(message)
         try:
-            heads = _gathered(self._link.group, own)
+            heads = _gathered(self._link.group, own, self._heads.copies)
         except RuntimeError as error:
             raise self._link.lose(error) from error
         return own | heads
@@ -149,7 +154,7 @@ class FirstRank(Worker):
     raises RanksLost."""
 
     def __init__(self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link))
+        super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link, setting.part))
         self._link = link
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
 
@@ -164,8 +169,9 @@ class FirstRank(Worker):
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
                     result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
                 good = [not (bad or other) for bad, other in zip(own, failed)]
-                told = share_counts(group, step, result, good)
-                join_counts(group.ranks, step, result, good, told)
+                heads = self.setting.part
+                told = share_counts(group, step, result, good)[:: heads.copies]
+                join_counts(heads.parts, step, result, good, told)
                 self._count_late(result, told)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
@@ -179,7 +185,7 @@ class FirstRank(Worker):
         for number, found in result.requests.items():
             for name, own in found.late.items():
                 late = self._late.setdefault((number, name), LateOfAll())
-                late.add([rank.late[number, name] for rank in told] or [own.take()] * self._link.ranks)
+                late.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
                 found.late[name] = late
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
@@ -209,9 +215,9 @@ class OtherRank(Worker):
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
-                _gathered(self._group, memories.save(*message).tensors)
+                _gathered(self._group, memories.save(*message).tensors, 1)
             elif isinstance(message, SaveRows):
-                _gathered(self._group, memories.save_rows(*message))
+                _gathered(self._group, memories.save_rows(*message), 1)
             elif isinstance(message, (Load, LoadRows)):
                 self._open(message.sequence)
                 if isinstance(message, Load):
@@ -254,17 +260,19 @@ def _tiered(step: StepInput, memories: Memories) -> list[bool]:
 HEADS = ("kv/k", "kv/v", "k", "v")  # tensors of keys and values, [layers, kv_heads, tokens, head_dim]
 
 
-def _gathered(group: RankGroup, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keys and values with the heads of all ranks; each calls it for tensors of the same names."""
-    return {name: torch.cat(group.gather(own[name]), 1) for name in HEADS if name in own}
+def _gathered(group: RankGroup, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """Keys and values with the heads of all ranks, ``copies`` of which have the same; each calls it for tensors of the
+    same names."""
+    return {name: torch.cat(group.gather(own[name])[::copies], 1) for name in HEADS if name in own}
 
 
-def _parts(tensors: Mapping[str, Tensor], ranks: int) -> list[dict[str, Tensor]]:
-    """Keys and values by rank. What is no such tensor is left to those who take it in, and to refuse it."""
-    made: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
+def _parts(tensors: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Keys and values by part of the heads. What is no such tensor is left to those who take it in, and to refuse
+    it."""
+    made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
     for name, tensor in tensors.items():
-        if name in HEADS and tensor.dim() == 4 and tensor.shape[1] % ranks == 0:
-            for part, own in zip(made, tensor.chunk(ranks, 1)):
+        if name in HEADS and tensor.dim() == 4 and tensor.shape[1] % parts == 0:
+            for part, own in zip(made, tensor.chunk(parts, 1)):
                 part[name] = own.clone()  # a part of a tensor is pickled with all of it
         else:
             for part in made:

@@ -42,32 +42,34 @@ def check_config(config: EngineConfig) -> None:
             f"{name}={shown(value)} does not go with tensor_parallel_size={ranks} yet; leave {name} out, or give "
             "tensor_parallel_size=1"
         )
-    check_policy(ranks, Policy.parse(config.policy))
+    tiered = config.kv_host is not None or config.kv_disk is not None
+    check_policy(ranks, Policy.parse(config.policy), tiered)
 
 
-def check_policy(ranks: int, policy: Policy) -> None:
+def check_policy(ranks: int, policy: Policy, tiered: bool = False) -> None:
     """PolicyError for what a process cannot choose for its heads alone; what is settled later is checked then."""
-    if ranks > 1 and not policy.deferred and (reason := why_not(policy)) is not None:
+    if ranks > 1 and not policy.deferred and (reason := why_not(policy, tiered)) is not None:
         raise PolicyError(
             f"policy={shown(policy.text)} does not go with tensor_parallel_size={ranks}: {reason}; "
             "give another method, or tensor_parallel_size=1"
         )
 
 
-def why_not(policy: Policy) -> str | None:
-    """Why processes that have some of a model's heads each cannot run ``policy``; None where they can."""
-    reasons = ((part.name, _joins(part)) for part in (policy.prefill, policy.decode))
+def why_not(policy: Policy, tiered: bool = False) -> str | None:
+    """Why processes that have some of a model's heads each cannot run ``policy``, over host memory or a disk where it is
+    ``tiered``; None where they can."""
+    reasons = ((part.name, _joins(part, tiered)) for part in (policy.prefill, policy.decode))
     return next((f"of {name}, {reason}" for name, reason in reasons if reason), None)
 
 
-def _joins(method: Method) -> str | None:
-    """What of other processes' heads a choice of ``method`` hangs on, or of one inside it."""
+def _joins(method: Method, tiered: bool) -> str | None:
+    """Why processes cannot run ``method``, or one inside it."""
     if isinstance(method, Verified):
         return "drafts are chosen and checked in one process"
-    if getattr(method, "unit", None) == "layer":
-        return "all heads of a layer read the same blocks (unit='kv_head' lets each KV head choose)"
+    if method.joins_heads and tiered:
+        return "heads choose together, and over kv_host or kv_disk processes attend requests in orders of their own"
     inner = [value for field in fields(method) if isinstance(value := getattr(method, field.name), Method)]
-    return method.joins_heads or next((why for one in inner if (why := _joins(one)) is not None), None)
+    return method.one_process or next((why for one in inner if (why := _joins(one, tiered)) is not None), None)
 
 
 def check_request(ranks: int, params: SamplingParams, maps: bool) -> None:
