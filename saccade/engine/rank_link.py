@@ -1,11 +1,10 @@
 """What joins the ranks of one engine: messages from the first to the others, and sums over all of them.
 
-Messages are pickled and go to the other ranks' standard input; sums run over gloo on the loopback interface.
+Messages are pickled and go to the other ranks' standard input; sums are engine/rank_reduce.py's.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import pickle
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from saccade.engine.rank_reduce import GlooReduce, Reduce, device_reduce
 from saccade.engine.rank_watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
 HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
 START_SECONDS = 600.0  # to load a model
+COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
+CPU = torch.device("cpu")
 
 
 class RanksLost(EngineLost):
@@ -38,31 +40,52 @@ class RanksLost(EngineLost):
 
 
 class RankGroup:
-    """The sums of ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
-    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin. ``counts`` say
-    when it is in one."""
+    """What joins ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
+    RuntimeError within ``seconds`` where another one does not come to what runs on the host. Waits for all of them to
+    begin. ``counts`` say when it is in such a sum. Tensors on ``device``, a GPU, are joined there."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, seconds: float, counts: SumCounts) -> None:
-        gloo: Any = distributed.ProcessGroupGloo  # of which torch's stubs know little
-        options = gloo._Options()
-        options._timeout = datetime.timedelta(seconds=seconds)
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        self._group, self.ranks = gloo(store, rank, ranks, options), ranks
-        self._rank, self._counts = rank, counts
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        counts: SumCounts,
+        device: torch.device = CPU,
+        name: str = "",
+    ) -> None:
+        self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
+        self._there: Reduce = self._host
+        if device.type == "cuda":
+            self._there = device_reduce(store, rank, ranks, device, name, self._host)
+
+    @property
+    def records(self) -> bool:
+        """Whether a CUDA graph can record its sums."""
+        return self._there.records
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, added up in float32, in the dtype of ``part``."""
-        whole = part.float().contiguous()
-        with self._counts.within(self._rank):
-            self._group.allreduce([whole]).wait()
-        return whole.to(part.dtype)
+        """The sum of all ranks' parts, in the dtype of ``part``: added up in float32 on the host."""
+        return self._run(part, "sum")
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' parts, which are of one shape and dtype."""
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        with self._counts.within(self._rank):
-            self._group.allgather([parts], [part.contiguous()]).wait()
-        return parts
+        return self._run(part, "gather")
+
+    def first(self, part: Tensor) -> Tensor:
+        """The first rank's part; all are of one shape and dtype."""
+        return self._run(part, "first")
+
+    def _run(self, part: Tensor, name: str) -> Any:
+        joins = self._host if part.device.type == "cpu" else self._there
+        if joins is not self._host:
+            return getattr(joins, name)(part)
+        with self.counts.within(self.rank):
+            return getattr(joins, name)(part)
+
+    def abort(self) -> None:
+        """Have a GPU that waits for a rank that is gone wait no longer."""
+        self._there.abort()
 
 
 class RankLink:
