@@ -3,7 +3,7 @@
     python benchmarks/auto_lengths.py qwen2.5-coder --lengths 8192,16384,32000 -p "sampled_rows+psa" -p lfps
 
 A row a length and policy: seconds of the prefill and of a step behind it, each over dense attention's next to it, the
-best of ``--repeats`` runs. These are the times that policy ``auto`` goes by (saccade/engine/pays.py), at more lengths.
+best of ``--repeats`` runs. These are the times that policy ``auto`` goes by (saccade/engine/settings/pays.py), at more lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from saccade import LLM
-from saccade.engine import pays
+from saccade.engine.settings import pays
 from saccade.methods.policy import Policy
 
 POLICIES = ("sampled_rows(threshold=0.0005)+psa", "flashprefill(alpha=0.05)+lfps(k=0.1)")

@@ -18,7 +18,7 @@ from tiers import add_topics
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.eval.suite import make
 from saccade.kv.summaries import summarize
 

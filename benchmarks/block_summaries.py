@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.eval.render import render
 from saccade.eval.suite import make
 from saccade.kv.summaries import summarize

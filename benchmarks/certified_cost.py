@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.engine.config import EngineConfig
-from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.eval.answer import answer
 from saccade.eval.setting import Setting, load
 from saccade.eval.sources import find_tasks

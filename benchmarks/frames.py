@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade import LLM
 from saccade.engine.core import Engine
-from saccade.engine.step import StepInput
+from saccade.engine.steps.step import StepInput
 
 NO_WORK = ("empty", "detach", "alias", "lift_fresh", "new_empty", "set_", "_local_scalar_dense", "resize_")
 

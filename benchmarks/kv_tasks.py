@@ -13,7 +13,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.results import SCORES
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.samples import read_jsonl

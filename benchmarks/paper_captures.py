@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade import LLM, SamplingParams
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
-from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.policy import Policy

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tables_page import FIELDS, page, read_rows
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.samples import POSITIONS
 from saccade.eval.setting import load

@@ -22,8 +22,8 @@ from torch import Tensor
 from saccade import LLM
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
-from saccade.engine.observe import AttentionCall, observing
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.eval.facts import make_facts, plant
 from saccade.methods.policy import Policy
 from saccade.outputs import finished

@@ -44,9 +44,9 @@ import torch
 
 from saccade import LLM, SamplingParams
 from saccade.bench.serve import Load, plan
-from saccade.engine.batch_control import BatchControl
 from saccade.engine.core import Engine
 from saccade.engine.request import Request
+from saccade.engine.scheduling.batch_control import BatchControl
 from saccade.eval.metrics import score
 from saccade.eval.render import render
 from saccade.eval.samples import Turn

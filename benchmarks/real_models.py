@@ -16,7 +16,7 @@ import datetime
 import sys
 from pathlib import Path
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.setting import load
 from saccade.eval.stats import Interval

@@ -27,7 +27,7 @@ import torch
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
-from saccade.engine.sequence import Span
+from saccade.engine.memory.sequence import Span
 from saccade.kv.saved import append_rows
 from saccade.machine import show_bytes
 from saccade.session import Session

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import take

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from saccade import LLM, SamplingParams
-from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall, observing
 from saccade.eval.suite import make
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.selection.pieces import read_blocks

@@ -34,8 +34,8 @@ from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.generate_kv import TAIL, plant
 from saccade.bench.ttft import prompt
-from saccade.engine import host_resolved
 from saccade.engine.request import Request
+from saccade.engine.rows import resolved as host_resolved
 from saccade.kv import SequenceKV
 from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
     from saccade.errors import SaccadeError
     from saccade.llm import LLM
     from saccade.methods.policy import Policy
@@ -45,7 +45,7 @@ _HOME = {
     "Session": "session",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
-    "SamplingParams": "engine.params",
+    "SamplingParams": "engine.sampling.params",
     "Policy": "methods.policy",
     "SaccadeError": "errors",
 }

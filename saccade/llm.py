@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from saccade.durable import DurableSessions
-from saccade.engine.config import SESSIONS, EngineConfig
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.params import SamplingParams, one_params
-from saccade.engine.rank_link import RankLink
+from saccade.engine.ranks.link import RankLink
+from saccade.engine.sampling.params import SamplingParams, one_params
+from saccade.engine.settings.config import SESSIONS, EngineConfig
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager
 from saccade.machine import folder_and_size, parse_bytes
@@ -31,8 +30,9 @@ from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.ranks import start_ranks
 from saccade.session import Session
-from saccade.shared_store import SharedFileStore
-from saccade.stores import BlockStore, FileStore
+from saccade.sessions.durable import DurableSessions
+from saccade.sessions.shared_store import SharedFileStore
+from saccade.sessions.stores import BlockStore, FileStore
 
 
 class LLM:

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from saccade.engine.config import PROFILE, EngineConfig
+from saccade.engine.settings.config import PROFILE, EngineConfig
 from saccade.errors import CapacityError, SaccadeError, shown
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier

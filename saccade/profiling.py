@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from saccade.engine.config import PROFILE, EngineConfig
 from saccade.engine.core import Engine
-from saccade.engine.expanded import ROOM
-from saccade.engine.params import SamplingParams
+from saccade.engine.rows.expanded import ROOM
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.settings.config import PROFILE, EngineConfig
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.states import StatePool

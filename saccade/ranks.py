@@ -16,11 +16,11 @@ import torch
 import torch.distributed as distributed
 
 from saccade.engine.attention import Watch
-from saccade.engine.config import EngineConfig
-from saccade.engine.host_calls import Setting
-from saccade.engine.rank_link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
-from saccade.engine.rank_watch import SumCounts
-from saccade.engine.ranks import OtherRank
+from saccade.engine.ranks.link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
+from saccade.engine.ranks.watch import SumCounts
+from saccade.engine.ranks.worker import OtherRank
+from saccade.engine.rows.calls import Setting
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import brief
 from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations

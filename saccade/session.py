@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saccade.durable import Restored
 from saccade.engine.core import new_request_id
+from saccade.engine.memory.saved import SavedSession
+from saccade.engine.memory.sequence import common
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.params import SamplingParams, one_params
-from saccade.engine.saved import SavedSession
-from saccade.engine.sequence import common
+from saccade.engine.sampling.params import SamplingParams, one_params
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
 from saccade.prompts import Prompt, text_of
 from saccade.records import Record, read_record, write_record
+from saccade.sessions.durable import Restored
 
 if TYPE_CHECKING:
-    from saccade.engine.sequence import Sequence as TokenSequence
+    from saccade.engine.memory.sequence import Sequence as TokenSequence
     from saccade.llm import LLM
 
 

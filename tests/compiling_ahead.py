@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.methods.policy import Policy
 from saccade.ops import compiling
 from saccade.ops.tile_weights import FORMATS

@@ -67,7 +67,7 @@ def _unwritten_keys_are_nan() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _auto_is_the_cpu() -> Iterator[None]:
     """Tests that want a GPU name it; the others mean the same on every machine."""
-    from saccade.engine import config
+    from saccade.engine.settings import config
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "best_device", lambda: "cpu")
@@ -129,7 +129,7 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
-    from saccade.engine.host import HostAttention
+    from saccade.engine.rows.backend import HostAttention
 
     before = {name: vars(HostAttention)[name] for name in ("run", "whole", "context")}
     real = before["run"]

@@ -8,10 +8,10 @@ import torch
 from helpers import generator
 
 from saccade import LLM
-from saccade.engine.device import DeviceBackend
-from saccade.engine.layer_stats import LayerStats
-from saccade.engine.memory import SequenceMemory
-from saccade.engine.step import CallCount, ScheduledRequest, StepInput
+from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.memory.sequence_memory import SequenceMemory
+from saccade.engine.steps.step import CallCount, ScheduledRequest, StepInput
+from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.base import Query
 from saccade.methods.policy import Policy

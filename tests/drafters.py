@@ -13,7 +13,7 @@ from helpers import UNTIMED
 from torch import Tensor
 
 from saccade import LLM
-from saccade.engine.drafting import reserved, room
+from saccade.engine.scheduling.drafting import reserved, room
 from saccade.methods.base import Method
 from saccade.methods.state import MethodState
 from saccade.models.llama import LlamaDecoder

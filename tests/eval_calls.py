@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.engine.observe import AttentionCall
+from saccade.engine.watch.observe import AttentionCall
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.ops.reference import attend

@@ -6,7 +6,7 @@ import random
 import time
 
 from saccade.errors import RequestError
-from saccade.stores import Entry
+from saccade.sessions.stores import Entry
 
 FAULTS = ("torn", "flipped", "missing", "foreign", "stale", "swapped")
 

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 from ray import serve  # noqa: E402
 from ray.serve.config import RequestRouterConfig  # noqa: E402
 
-from saccade.engine.config import EngineConfig  # noqa: E402
+from saccade.engine.settings.config import EngineConfig  # noqa: E402
 from saccade.errors import SaccadeError  # noqa: E402
 from saccade.server import ray_app  # noqa: E402
 from saccade.server.ray_app import APPLICATION, FleetConfig, application, build, deployment_name  # noqa: E402

@@ -8,7 +8,7 @@ from engine_helpers import make, tokens
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.control import GAIN, PLACES, TargetControl
+from saccade.engine.watch.control import GAIN, PLACES, TargetControl
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy, parse_method
 

@@ -10,7 +10,7 @@ import torch
 from engine_helpers import GREEDY, make, tokens
 
 from saccade import LLM, SamplingParams
-from saccade.engine.sampler import Sampler
+from saccade.engine.sampling.sampler import Sampler
 from saccade.errors import RequestError, SaccadeError
 from saccade.methods.policy import KNOWN, Policy, parse_part
 

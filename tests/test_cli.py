@@ -16,7 +16,7 @@ import torch
 from saccade import machine
 from saccade.cli.fits import fits
 from saccade.cli.main import main
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 
 FACT = "The secret password of the lighthouse keeper is 7391-XKQ."
 ASK = "The secret password of the lighthouse keeper is"
@@ -201,7 +201,7 @@ def _fails(*args, **options):
 
 def test_a_failed_request_is_told_and_reported(capsys, monkeypatch, tmp_path):
     """It fails in its first layer, so that there is no density to print."""
-    monkeypatch.setattr("saccade.engine.host_calls.run_call", _fails)
+    monkeypatch.setattr("saccade.engine.rows.calls.run_call", _fails)
     report = tmp_path / "report.json"
     code, out, err = run(capsys, "generate", "hello there", "--report", str(report))
     assert (code, out) == (1, "\n")
@@ -211,7 +211,7 @@ def test_a_failed_request_is_told_and_reported(capsys, monkeypatch, tmp_path):
 
 
 def test_a_failed_turn_of_a_chat_is_told(capsys, monkeypatch):
-    monkeypatch.setattr("saccade.engine.host_calls.run_call", _fails)
+    monkeypatch.setattr("saccade.engine.rows.calls.run_call", _fails)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     code, out, err = run(capsys, "chat", "-n", "2")
     assert (code, out) == (0, "\n")
@@ -255,7 +255,7 @@ def test_doctor_alarms_nobody_on_a_machine_without_gpu(capsys, monkeypatch):
 @pytest.mark.parametrize("found", [True, False])
 def test_the_default_device_is_the_gpu_where_there_is_one(monkeypatch, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
-    monkeypatch.setattr("saccade.engine.config.best_device", machine.best_device)
+    monkeypatch.setattr("saccade.engine.settings.config.best_device", machine.best_device)
     assert EngineConfig().device == ("cuda" if found else "cpu")
     assert EngineConfig(device="cpu").device == "cpu"
 

@@ -12,7 +12,7 @@ from test_cli import run
 from tiny_models import EOS, make_checkpoint
 
 from saccade import LLM, SamplingParams
-from saccade.engine.answers import UNASKED
+from saccade.engine.scheduling.answers import UNASKED
 from saccade.eval import suite
 from saccade.eval.metrics import score
 from saccade.models.tokenizer import Tokenizer, load_tokenizer

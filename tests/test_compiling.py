@@ -14,7 +14,7 @@ from tiny_models import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from saccade import LLM, SamplingParams
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import ModelError, PolicyError, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.ops import compiling

@@ -15,10 +15,10 @@ from test_cpu_plans import LISTED
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.carried import REGION
-from saccade.engine.clock import Clock, timing
-from saccade.engine.host import HostAttention
-from saccade.engine.host_rows import JoinedRows
+from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.decode_rows import JoinedRows
+from saccade.engine.steps.carried import REGION
+from saccade.engine.watch.clock import Clock, timing
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.dense import DenseMethod

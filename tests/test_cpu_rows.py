@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.bench.inputs import random_blocks
-from saccade.engine.host_rows import JoinedRows
+from saccade.engine.rows.decode_rows import JoinedRows
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.ops import cpu, cpu_rows

@@ -15,13 +15,13 @@ from tiny_models import VOCAB, random_ids
 from tiny_models import one_thread as one_thread
 
 from saccade import SamplingParams
-from saccade.durable import DurableSessions
 from saccade.errors import RequestError, SaccadeError
 from saccade.methods import state as states
 from saccade.methods.state import _KINDS, MethodState
 from saccade.records import Record, decode_record, encode_record, read_record, write_record
 from saccade.session import RECORD
-from saccade.session_heads import HEAD
+from saccade.sessions.durable import DurableSessions
+from saccade.sessions.heads import HEAD
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 FIRST, SECOND = random_ids(70, seed=1), random_ids(12, seed=2)

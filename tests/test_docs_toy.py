@@ -15,7 +15,7 @@ from device_helpers import Sequences, reference
 from helpers import MethodCase, phases_and_rows, planted_heads, run_method
 from tiny_models import make_checkpoint
 
-from saccade.engine.device import DeviceBackend
+from saccade.engine.device.backend import DeviceBackend
 from saccade.kv.view import KVView
 from saccade.methods import registry
 from saccade.methods.policy import KNOWN, Policy

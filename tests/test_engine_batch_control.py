@@ -11,9 +11,9 @@ from test_engine_tiers import small
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import batch_control
-from saccade.engine.batch_control import QUANTUM, ROOM, BatchControl
-from saccade.engine.token_gap import TokenGap
+from saccade.engine.scheduling import batch_control
+from saccade.engine.scheduling.batch_control import QUANTUM, ROOM, BatchControl
+from saccade.engine.scheduling.token_gap import TokenGap
 
 LONG = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 POLICIES = [

@@ -12,7 +12,7 @@ from storm.breaks import SPARSE, Bench, breaks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.host import HostAttention
+from saccade.engine.rows.backend import HostAttention
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 
@@ -161,7 +161,9 @@ def test_the_sweep_sees_a_state_that_kept_rows_that_were_taken_back(monkeypatch)
 
 
 def test_the_sweep_sees_a_session_that_remembers_a_broken_turn(monkeypatch):
-    monkeypatch.setattr("saccade.engine.memory.SequenceMemory._go_back", lambda self, length, stored: True)
+    monkeypatch.setattr(
+        "saccade.engine.memory.sequence_memory.SequenceMemory._go_back", lambda self, length, stored: True
+    )
     _, wrong = breaks(12, seed=7, policies=("h2o(budget=16)",), each=1)
     assert len(wrong) > 2
 

@@ -12,8 +12,8 @@ from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.carried import REGION, Carried, Weighed
-from saccade.engine.draft_rounds import Round
+from saccade.engine.scheduling.draft_rounds import Round
+from saccade.engine.steps.carried import REGION, Carried, Weighed
 from saccade.errors import PolicyError, SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale

@@ -15,15 +15,22 @@ from helpers import generator
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.audit import Audit, AuditOptions, RowAudit
-from saccade.engine.contradiction import POLICIES, QUIET_SECONDS, TOLERANCE, Contradiction, Warnings, contradiction
-from saccade.engine.device_audit import StepAudits
-from saccade.engine.estimates import Mean
-from saccade.engine.layer_stats import LayerStats
-from saccade.engine.observe import observing
-from saccade.engine.report import Report
-from saccade.engine.step import CallCount
-from saccade.engine.truth import selected_rows
+from saccade.engine.device.audit import StepAudits
+from saccade.engine.steps.step import CallCount
+from saccade.engine.watch.audit import Audit, AuditOptions, RowAudit
+from saccade.engine.watch.contradiction import (
+    POLICIES,
+    QUIET_SECONDS,
+    TOLERANCE,
+    Contradiction,
+    Warnings,
+    contradiction,
+)
+from saccade.engine.watch.estimates import Mean
+from saccade.engine.watch.layer_stats import LayerStats
+from saccade.engine.watch.observe import observing
+from saccade.engine.watch.report import Report
+from saccade.engine.watch.truth import selected_rows
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Cost, Query
 from saccade.methods.policy import Policy
@@ -210,7 +217,7 @@ def test_the_log_has_the_first_of_a_policy_and_then_few(caplog):
     warnings = Warnings(lambda: clock[0])
     found = Contradiction(0, 1, 1, 0.95, 20, 0.61, 0.55, 0.67)
     one, other = Policy.parse(WRONG), Policy.parse(SPARSE)
-    with caplog.at_level(logging.WARNING, "saccade.engine.contradiction"):
+    with caplog.at_level(logging.WARNING, "saccade.engine.watch.contradiction"):
         for _ in range(50):
             warnings.tell(found, one)
         warnings.tell(found, other)

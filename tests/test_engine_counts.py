@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from saccade.engine.choosing import LEFT, likeliest
-from saccade.engine.device_counts import NOTED, LateCounts
+from saccade.engine.sampling.choosing import LEFT, likeliest
+from saccade.engine.watch.device_counts import NOTED, LateCounts
 from saccade.methods import parse_method
 
 

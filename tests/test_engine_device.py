@@ -12,15 +12,15 @@ from device_helpers import Once, Sequences, reference
 from kv_helpers import move_blocks
 from tiny_models import make_checkpoint
 
-from saccade.engine import device_attention
 from saccade.engine.attention import StepFailedError, Watch
-from saccade.engine.choosing import choose_tokens
-from saccade.engine.clock import Clock
-from saccade.engine.device import DeviceBackend
-from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds, rounded_up
-from saccade.engine.layer_stats import LayerStats
-from saccade.engine.row_sampling import RowSampling
-from saccade.engine.step import StepInput
+from saccade.engine.device import attention as device_attention
+from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.device.graphs import COVERED, MOST_GRAPHS, MOST_NEW, Key, StepKinds, rounded_up
+from saccade.engine.sampling.choosing import choose_tokens
+from saccade.engine.steps.row_sampling import RowSampling
+from saccade.engine.steps.step import StepInput
+from saccade.engine.watch.clock import Clock
+from saccade.engine.watch.layer_stats import LayerStats
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
 from saccade.ops.triton import batched_reading, progressive
@@ -330,7 +330,7 @@ def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
     ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
     device, step = DeviceBackend(runner), ours.step()
     with monkeypatch.context() as patched:
-        patched.setattr("saccade.engine.device.fetch_tokens", Once(None, ZeroDivisionError("lost"), at=1))
+        patched.setattr("saccade.engine.device.backend.fetch_tokens", Once(None, ZeroDivisionError("lost"), at=1))
         with pytest.raises(StepFailedError, match="lost"):
             device.run(step, ours.memories)
     assert [memory.kv.length for memory in ours.memories.values()] == lengths

@@ -11,8 +11,8 @@ import pytest
 from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
-from saccade.engine.host import HostBackend
-from saccade.engine.host_pass import HostPass
+from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.layers_pass import HostPass
 from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy

@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade import LLM, SamplingParams
-from saccade.engine.hosted import HostedRows, goes_to_host
+from saccade.engine.rows.hosted import HostedRows, goes_to_host
 from saccade.errors import SaccadeError
 from saccade.eval.suite import make
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV

@@ -11,7 +11,7 @@ from test_engine_drafts import run, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.lookup import Lookup
+from saccade.engine.drafts.lookup import Lookup
 from saccade.kv.saved import save_kv
 from saccade.methods.policy import Policy
 

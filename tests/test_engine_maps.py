@@ -13,8 +13,8 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.engine.core import new_request_id
-from saccade.engine.maps import FLOOR, Maps
 from saccade.engine.messages import AddRequest, MapOrder
+from saccade.engine.watch.maps import FLOOR, Maps
 from saccade.errors import RequestError
 from saccade.eval.capture import watch
 from saccade.methods.policy import Policy

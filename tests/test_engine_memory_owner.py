@@ -49,7 +49,7 @@ def test_the_engine_reaches_no_memory_past_its_worker():
 @pytest.mark.parametrize(
     "line",
     [
-        "from saccade.engine.memory import Cut, SequenceMemory",
+        "from saccade.engine.memory.sequence_memory import Cut, SequenceMemory",
         "self.worker.memories[one.id].drop()",
         "request.sequence.memory.kv.truncate(3)",
         "request.sequence.kv.view(0)",

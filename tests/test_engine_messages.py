@@ -11,8 +11,8 @@ from engine_helpers import EVERY, GREEDY, tokens
 from helpers import MATRIX
 
 from saccade import SamplingParams
-from saccade.engine.report import Report
 from saccade.engine.request import TokenLogprob
+from saccade.engine.watch.report import Report
 from saccade.errors import CapacityError, ModelError, PolicyError, RequestError, SaccadeError
 from saccade.methods.base import PolicyPart
 from saccade.methods.policy import KNOWN, PRESETS, Policy

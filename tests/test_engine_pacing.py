@@ -12,9 +12,9 @@ from test_engine_lossless import DRAFTS, lossless
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import SamplingParams
-from saccade.engine.acceptance import Proposal, decided, propose
-from saccade.engine.lookup import STRETCH, Lookup
-from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, Times, forecast, tokens_of_round
+from saccade.engine.drafts.lookup import STRETCH, Lookup
+from saccade.engine.drafts.pacing import LEAST, Kind, Pace, Pacing, Times, forecast, tokens_of_round
+from saccade.engine.sampling.acceptance import Proposal, decided, propose
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from saccade import SamplingParams
-from saccade.engine.pass_tokens import take_logits
-from saccade.engine.sampler import Sampler
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.engine.rows.pass_tokens import take_logits
+from saccade.engine.sampling.sampler import Sampler
+from saccade.engine.steps.step import RequestResult, ScheduledRequest, StepInput, StepResult
 from saccade.methods.policy import Policy
 
 VOCAB = 50

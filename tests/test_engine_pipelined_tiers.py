@@ -14,7 +14,7 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import host_resolved
+from saccade.engine.rows import resolved as host_resolved
 from saccade.kv import disk
 from saccade.kv.format import KVFormat
 

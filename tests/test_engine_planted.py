@@ -14,9 +14,10 @@ from engine_helpers import GREEDY, make, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM
-from saccade.engine import core, host_rows
-from saccade.engine.report import Report
-from saccade.engine.sequence import Sequence
+from saccade.engine import core
+from saccade.engine.memory.sequence import Sequence
+from saccade.engine.rows import decode_rows as host_rows
+from saccade.engine.watch.report import Report
 from saccade.engine.worker import Worker
 from saccade.kv.sequence import SequenceKV
 

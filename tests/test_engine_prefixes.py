@@ -10,7 +10,7 @@ from kv_helpers import check_blocks
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.prefix_hashes import Origin, PrefixHashes
+from saccade.engine.scheduling.prefix_hashes import Origin, PrefixHashes
 from saccade.methods.policy import Policy
 
 CHUNK = 64

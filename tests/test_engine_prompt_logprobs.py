@@ -8,8 +8,8 @@ from engine_helpers import GREEDY, finish, make, start, tokens
 from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import SamplingParams
-from saccade.engine.host_pass import _prompt_scores
-from saccade.engine.step import RequestResult, ScheduledRequest, StepResult
+from saccade.engine.rows.layers_pass import _prompt_scores
+from saccade.engine.steps.step import RequestResult, ScheduledRequest, StepResult
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy
 

@@ -10,8 +10,8 @@ from engine_helpers import GREEDY
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.report import Report
-from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.engine.steps.step import RequestResult, ScheduledRequest
+from saccade.engine.watch.report import Report
 from saccade.methods.policy import Policy
 from saccade.selection import Blocks
 

@@ -15,8 +15,8 @@ from tiny_models import EOS, make_checkpoint, oracle, oracle_logits, random_ids
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from saccade import LLM, SamplingParams
-from saccade.engine.sampler import Sampler, top_logprobs
-from saccade.engine.stopping import StopText
+from saccade.engine.sampling.sampler import Sampler, top_logprobs
+from saccade.engine.sampling.stopping import StopText
 from saccade.errors import RequestError
 from saccade.models.warpers import TopP
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from saccade import SamplingParams
-from saccade.engine.choosing import LEFT, choose_tokens
-from saccade.engine.row_sampling import TokenCounts
-from saccade.engine.sampler import Sampler, top_logprobs
-from saccade.engine.steering import Steering
+from saccade.engine.sampling.choosing import LEFT, choose_tokens
+from saccade.engine.sampling.sampler import Sampler, top_logprobs
+from saccade.engine.sampling.steering import Steering
+from saccade.engine.steps.row_sampling import TokenCounts
 from saccade.errors import RequestError
 
 VOCAB = 97

@@ -12,9 +12,9 @@ from tiny_models import EOS, make_checkpoint, random_ids
 from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.sampler import Sampler
-from saccade.engine.steering import Steering
-from saccade.engine.stopping import StopText
+from saccade.engine.sampling.sampler import Sampler
+from saccade.engine.sampling.steering import Steering
+from saccade.engine.sampling.stopping import StopText
 from saccade.errors import RequestError
 
 VOCAB, PROMPT = 12, [3, 1, 4, 1, 5]

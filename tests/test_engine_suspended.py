@@ -9,8 +9,8 @@ from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.host import HostAttention
-from saccade.engine.token_gap import TokenGap
+from saccade.engine.rows.backend import HostAttention
+from saccade.engine.scheduling.token_gap import TokenGap
 from saccade.methods.policy import Policy
 
 SPARSE = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"

@@ -16,8 +16,8 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.host import HostBackend
-from saccade.engine.host_resolved import ResolvedRow
+from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
@@ -182,7 +182,7 @@ def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, who
     prompts = [random_ids(900 + 20 * i, seed=i) for i in range(len(policies))]
     long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = whole.generate(prompts, long, policy=policies)
-    monkeypatch.setattr("saccade.engine.host_resolved.FIRST_RANKED", 4)
+    monkeypatch.setattr("saccade.engine.rows.resolved.FIRST_RANKED", 4)
     resolved = one_call_rows(monkeypatch)
     with small(folder, tmp_path, 70, host=True, max_requests=1) as llm:  # of 87 parts and more
         done = llm.generate(prompts, long, policy=policies)

@@ -13,11 +13,14 @@ from engine_helpers import start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import core, report, slices, suspended, token_gap
-from saccade.engine.config import EngineConfig
-from saccade.engine.host import HostAttention
-from saccade.engine.row_costs import RowCosts
-from saccade.engine.token_gap import SHARE, Need, shared_out
+from saccade.engine import core
+from saccade.engine.rows import suspended
+from saccade.engine.rows.backend import HostAttention
+from saccade.engine.scheduling import slices, token_gap
+from saccade.engine.scheduling.row_costs import RowCosts
+from saccade.engine.scheduling.token_gap import SHARE, Need, shared_out
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.watch import report
 from saccade.errors import SaccadeError
 from saccade.server import TOKEN_GAP
 

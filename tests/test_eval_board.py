@@ -15,7 +15,7 @@ from test_eval_report import config, row, write
 from tiny_models import one_thread  # noqa: F401 - a fixture
 
 from saccade.cli.main import main
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS

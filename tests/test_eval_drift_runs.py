@@ -10,7 +10,7 @@ from drift_texts import LENGTH, LONG, STEPS, STREAMING, TEXT, passage
 from tiny_models import one_thread, oracle, oracle_logits  # noqa: F401
 
 from saccade.cli.main import main
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
 from saccade.eval.drift import study
 from saccade.eval.drift.measure import run

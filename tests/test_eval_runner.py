@@ -11,8 +11,8 @@ from engine_helpers import make
 from tiny_models import one_thread  # noqa: F401 - a fixture
 
 from saccade.cli.main import main
-from saccade.engine.config import EngineConfig
 from saccade.engine.messages import StepOutput
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
 from saccade.eval import runner
 from saccade.eval.metrics import METRICS

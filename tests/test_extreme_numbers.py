@@ -12,7 +12,7 @@ from tiny_models import one_thread as one_thread
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.audit import Audit, AuditOptions
+from saccade.engine.watch.audit import Audit, AuditOptions
 from saccade.errors import PolicyError, RequestError
 from saccade.methods.policy import Policy
 from saccade.methods.registry import METHODS

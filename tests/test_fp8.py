@@ -13,7 +13,7 @@ from fp8_helpers import losses_and_answers, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import ModelError, SaccadeError
 from saccade.models.loader import load_model
 from saccade.ops import fp8

@@ -16,7 +16,7 @@ from helpers import KINDS, generator, planted_heads, random_selection
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SaccadeError, SamplingParams
-from saccade.engine import device_attention
+from saccade.engine.device import attention as device_attention
 from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv import rows as by_torch
 from saccade.kv.paged import Paged

@@ -13,7 +13,7 @@ from helpers import KINDS, brute_force, generator, planted_heads, random_selecti
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SaccadeError, SamplingParams
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
 from saccade.kv.row_formats import AUTO, HALF, INT8
 from saccade.kv.saved import SavedKV, load_kv, save_kv

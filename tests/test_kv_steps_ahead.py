@@ -12,7 +12,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from tier_helpers import nothing_left
 
-from saccade.engine.device_tiers import DeviceTiers
+from saccade.engine.device.tiers import DeviceTiers
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, listed
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts

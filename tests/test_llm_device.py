@@ -12,7 +12,8 @@ from engine_helpers import finish, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_attention, device_sampling
+from saccade.engine.device import attention as device_attention
+from saccade.engine.device import sampling as device_sampling
 
 POLICIES = [
     "dense",

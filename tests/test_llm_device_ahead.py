@@ -12,8 +12,9 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, copied
-from saccade.engine import device_prepare, device_rows
-from saccade.engine.device_ahead import Ahead
+from saccade.engine.device import prepare as device_prepare
+from saccade.engine.device import rows as device_rows
+from saccade.engine.device.ahead import Ahead
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 from saccade.ops.triton import batched_rows
@@ -301,7 +302,7 @@ def test_steps_prepared_before_requests_change_nothing(engines, monkeypatch):
     assert device.prepare(pool, Policy(), 2, 1024, seconds=0.0).recorded == 1  # the one that was begun
     prepared = device.prepare(pool, Policy(), 2, 1024, seconds=600.0)
     assert (prepared.recorded, prepared.wanted) == (3, 3)
-    monkeypatch.setattr("saccade.engine.device.MOST", 1)
+    monkeypatch.setattr("saccade.engine.device.backend.MOST", 1)
     most = device.prepare(pool, Policy(), 2, 2048, seconds=600.0)
     assert (most.recorded, most.wanted) == (1, 6)
     assert torch.equal(pool.storage.k.view(torch.uint8), before)

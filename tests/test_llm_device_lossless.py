@@ -11,9 +11,9 @@ from helpers import generator
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import host as host_module
-from saccade.engine import host_together
-from saccade.engine.sampler import Sampler
+from saccade.engine.rows import backend as host_module
+from saccade.engine.rows import together as host_together
+from saccade.engine.sampling.sampler import Sampler
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import summarize_view

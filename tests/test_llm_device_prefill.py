@@ -11,9 +11,10 @@ from engine_helpers import finish, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_attention, device_prefill
-from saccade.engine.device import DeviceBackend
-from saccade.engine.step import ScheduledRequest
+from saccade.engine.device import attention as device_attention
+from saccade.engine.device import prefill as device_prefill
+from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.steps.step import ScheduledRequest
 from saccade.methods.policy import Policy
 
 FEW = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -10,8 +10,8 @@ from engine_helpers import finish, start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.device import DeviceBackend
-from saccade.engine.token_gap import TokenGap
+from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.scheduling.token_gap import TokenGap
 
 FEW = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 POLICY = "flexprefill(gamma=0.5, block_size=64, min_budget=0)+quest(budget=32)"

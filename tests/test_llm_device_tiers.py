@@ -12,7 +12,7 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device
+from saccade.engine.device import backend as device
 from saccade.kv import offers
 from saccade.kv.format import KVFormat
 from saccade.ops.triton import residency

@@ -13,7 +13,7 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.device_ahead import Ahead
+from saccade.engine.device.ahead import Ahead
 from saccade.kv import listed
 from saccade.kv.format import KVFormat
 from saccade.ops.triton import pages

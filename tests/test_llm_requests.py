@@ -10,8 +10,8 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.cli.main import main
-from saccade.engine.config import EngineConfig
-from saccade.engine.freezing import READ_ROWS
+from saccade.engine.rows.freezing import READ_ROWS
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import CapacityError, PolicyError, RequestError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.machine import parse_bytes, show_bytes
@@ -146,13 +146,13 @@ def test_bad_engine_options_are_named(tiny_llama, options, message):
 def test_the_device_says_how_many_rows_a_dense_prefills_step_has(tiny_llama, monkeypatch, capsys):
     """Of a dense prefill; sparse ones select in the same chunks everywhere. A given number is both."""
     sizes = {"cuda": 80 << 30, "cuda:1": 24 << 30}
-    monkeypatch.setattr("saccade.engine.config.gpu_bytes", sizes.get)
+    monkeypatch.setattr("saccade.engine.settings.config.gpu_bytes", sizes.get)
     for device, rows in (("cpu", 4096), ("cuda", 8192), ("cuda:1", 4096), ("cuda:2", 8192)):
         assert EngineConfig(device=device).dense_chunk == rows
         assert EngineConfig(device=device).chunk == 4096  # where sparse prefills select, on any device
         assert EngineConfig(device=device, prefill_chunk=96).dense_chunk == 96
         assert EngineConfig(device=device, prefill_chunk=100).chunk == 100
-        monkeypatch.setattr("saccade.engine.config.best_device", lambda: device)  # noqa: B023
+        monkeypatch.setattr("saccade.engine.settings.config.best_device", lambda: device)  # noqa: B023
         assert EngineConfig(prefill_chunk=None).dense_chunk == rows
     with LLM(tiny_llama, dtype="float32", kv_memory="8MiB", device="cpu", enable_prefix_caching=True) as llm:
         engine = llm.engine

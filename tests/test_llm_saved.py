@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import SamplingParams
-from saccade.engine import saved as saved_module
+from saccade.engine.memory import saved as saved_module
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy
 from saccade.records import Record, read_record, write_record

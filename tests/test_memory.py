@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.engine.step import CallCount
+from saccade.engine.steps.step import CallCount
 from saccade.kv.view import KVView
 from saccade.machine import forget_file_pages
 from saccade.methods import Chunk, Policy

@@ -11,8 +11,8 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.cli.main import main
-from saccade.engine import automatic, pays
-from saccade.engine.pays import FURTHER, GAIN, Untimed, pays_from
+from saccade.engine.settings import automatic, pays
+from saccade.engine.settings.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
 from saccade.methods.auto import LEAST, SAFE, Asked, Auto, Offer, ends, settled
 from saccade.methods.policy import Policy

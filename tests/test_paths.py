@@ -9,7 +9,7 @@ from test_cli import run
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.paths import CHUNK, LAYER, MEANINGS, ROW, STEP
+from saccade.engine.steps.paths import CHUNK, LAYER, MEANINGS, ROW, STEP
 from saccade.ops import cpu
 
 ASKED = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)

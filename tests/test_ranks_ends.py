@@ -19,11 +19,11 @@ from rank_helpers import PROMPTS, greedy, make
 from storm.ranks import storm
 
 from saccade import ranks
-from saccade.engine import rank_link
-from saccade.engine.config import EngineConfig
-from saccade.engine.host_pass import HostPass
-from saccade.engine.rank_link import RankGroup, RankLink, RanksLost, send
-from saccade.engine.ranks import OtherRank
+from saccade.engine.ranks import link as rank_link
+from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
+from saccade.engine.ranks.worker import OtherRank
+from saccade.engine.rows.layers_pass import HostPass
+from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy

@@ -15,7 +15,7 @@ from test_cli import run
 from tiny_models import oracle
 
 from saccade import LLM, SamplingParams
-from saccade.engine.answers import UNASKED
+from saccade.engine.scheduling.answers import UNASKED
 from saccade.models.gguf_names import name_of, undone
 from saccade.models.gguf_parts import read_header
 

@@ -221,7 +221,7 @@ def test_what_was_never_read_ends_the_answer(model: LlamaForCausalLM, question: 
 @pytest.mark.parametrize(("size", "count"), [(4000, 6), pytest.param(16_000, 10, marks=pytest.mark.thorough)])
 def test_sparse_answers_equal_dense_and_a_window_fails(size: int, count: int) -> None:
     llm_module = pytest.importorskip("saccade.llm")
-    params_module = pytest.importorskip("saccade.engine.params")
+    params_module = pytest.importorskip("saccade.engine.sampling.params")
     facts = make_facts(count, seed=11)
     text = document(size, facts, seed=11)
     llm = llm_module.LLM(reference.NAME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from saccade.save_queue import SaveQueue
+from saccade.sessions.save_queue import SaveQueue
 
 
 def test_a_save_that_another_has_overtaken_is_left_out():

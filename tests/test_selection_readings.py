@@ -18,8 +18,8 @@ from tiny_models import make_checkpoint, random_ids
 
 import saccade
 from saccade import LLM, SamplingParams
-from saccade.engine.device import DeviceBackend
-from saccade.engine.host_plans import FixedPlans
+from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.rows.plans import FixedPlans
 from saccade.errors import SaccadeError
 from saccade.methods.base import Method
 from saccade.ops import cpu

@@ -16,7 +16,7 @@ from engine_helpers import make
 from server_helpers import FAR, FAR_BLOCKS, GREEDY, parsed
 from tiny_models import random_ids
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.server import ingress
 from saccade.server.engines import LocalEngine
 from saccade.server.errors import ApiError

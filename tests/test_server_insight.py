@@ -335,7 +335,7 @@ def test_an_estimate_that_an_audit_contradicts_is_told_everywhere(server, caplog
         return 0.0 if found is None else float(found[1])
 
     before = counted()
-    with caplog.at_level(logging.WARNING, "saccade.engine.contradiction"):
+    with caplog.at_level(logging.WARNING, "saccade.engine.watch.contradiction"):
         for count in (1, 2):
             got = server.client.post("/v1/completions", json={**asked, "policy": wrong, "n": count}).json()
             said, parts = got["usage"]["saccade"], [choice["report"] for choice in got["choices"]]
@@ -344,7 +344,7 @@ def test_an_estimate_that_an_audit_contradicts_is_told_everywhere(server, caplog
             assert said["coverage_estimated"]["decode"] > 0.95 > found[0]["mean"] + 0.02
             assert f"estimated that {found[0]['estimated']:.3f} of the attention weight was read" in said["notes"][0]
     assert counted() == before + 3
-    (line,) = (record for record in caplog.records if record.name == "saccade.engine.contradiction")
+    (line,) = (record for record in caplog.records if record.name == "saccade.engine.watch.contradiction")
     told = json.loads(JsonLines().format(line))
     assert (told["level"], told["policy"]) == ("warning", Policy.parse(wrong).text)
     ended = server.client.get("/v1/requests").json()["ended"]

@@ -15,9 +15,9 @@ from server_helpers import FAR, FAR_BLOCKS, GREEDY, error, parsed, serving, unti
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.config import EngineConfig
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import CapacityError, EngineLost, ModelError
 from saccade.methods.policy import Policy
 from saccade.server import engine_launch, wire, wire_forms

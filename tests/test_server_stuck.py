@@ -18,7 +18,7 @@ from engine_helpers import BLOCK_BYTES, make
 from server_helpers import GREEDY, error, parsed, serving, until
 from tiny_models import random_ids
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.server import engine_launch
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engine_watch import MOST_STARTS, PATIENCE, WINDOW, EngineWatch, Starts

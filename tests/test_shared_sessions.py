@@ -12,10 +12,10 @@ from engine_helpers import make
 from test_durable import FIRST, SCORED, SECOND, THIRD, same
 from tiny_models import one_thread as one_thread
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
-from saccade.shared_store import SharedFileStore
-from saccade.stores import FileStore, InUse
+from saccade.sessions.shared_store import SharedFileStore
+from saccade.sessions.stores import FileStore, InUse
 
 POLICY = "flexprefill(gamma=0.5, block_size=64, min_budget=0)+lfps(k=16, blocks=2, least=16, history=keep)"
 
@@ -87,7 +87,7 @@ def test_a_folder_that_may_not_be_read_costs_nothing(tmp_path, monkeypatch):
 
 def test_the_folder_of_a_killed_process_is_taken_over(tmp_path):
     code = (
-        "import os, sys, signal; from saccade.shared_store import SharedFileStore as S; store = S(sys.argv[1]);"
+        "import os, sys, signal; from saccade.sessions.shared_store import SharedFileStore as S; store = S(sys.argv[1]);"
         "store.put('s1/head', b'said'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     for _ in range(2):

@@ -17,7 +17,7 @@ from tiny_models import make_checkpoint, random_ids
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.host_plans import FixedPlans
+from saccade.engine.rows.plans import FixedPlans
 from saccade.methods.cis.anchors import Anchors
 from saccade.methods.history import snapshot
 from saccade.methods.labels import Labels

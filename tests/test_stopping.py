@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from saccade.engine import stopping
-from saccade.engine.stopping import StopText
+from saccade.engine.sampling import stopping
+from saccade.engine.sampling.stopping import StopText
 
 
 def held(text: str, stops: list[str]) -> int:

@@ -17,8 +17,8 @@ from saccade import records
 from saccade.errors import RequestError, SaccadeError
 from saccade.machine import folder_and_size
 from saccade.records import Record, decode_record, encode_record, read_record, write_record
-from saccade.shared_store import SharedFileStore
-from saccade.stores import BlockStore, FileStore
+from saccade.sessions.shared_store import SharedFileStore
+from saccade.sessions.stores import BlockStore, FileStore
 
 
 @pytest.fixture(params=[FileStore, SharedFileStore, MemoryStore])
@@ -55,7 +55,7 @@ def test_files_are_whole_the_owners_and_one_processes(tmp_path, monkeypatch):
     assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, folder / "a", folder / "a/b")] == [0o700, 0o700, 0o600]
     with pytest.raises(RequestError, match=f"in use by another process \\({os.getpid()}\\); end it, or give another"):
         FileStore(folder)
-    code = "import sys; from saccade.stores import FileStore; FileStore(sys.argv[1])"
+    code = "import sys; from saccade.sessions.stores import FileStore; FileStore(sys.argv[1])"
     other = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120)
     assert (other.returncode, "is in use by another process" in other.stderr) == (1, True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from saccade.engine.observe import AttentionCall
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.sources import find_tasks
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy

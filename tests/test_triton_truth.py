@@ -7,8 +7,8 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from helpers import generator
 
-from saccade.engine.audit import Audit, AuditOptions
-from saccade.engine.device_tap import Tap
+from saccade.engine.device.tap import Tap
+from saccade.engine.watch.audit import Audit, AuditOptions
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.triton.batch import Pages

@@ -7,7 +7,7 @@ import torch
 from covering import covered
 from helpers import generator
 
-from saccade.engine.audit import Audit, AuditOptions, RowAudit
+from saccade.engine.watch.audit import Audit, AuditOptions, RowAudit
 from saccade.errors import SaccadeError
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView

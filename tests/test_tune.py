@@ -10,7 +10,7 @@ from engine_helpers import BLOCK_BYTES
 from tiny_models import one_thread, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
@@ -150,7 +150,7 @@ def test_every_rung_is_a_policy_of_its_phase():
 
 @pytest.mark.parametrize("harm", ["no json", '{"version": 1, "policy": "nix"}', "[]"])
 def test_a_broken_file_is_named_and_the_safe_preset_stands_in(tiny_llama, harm, monkeypatch):
-    from saccade.engine import automatic
+    from saccade.engine.settings import automatic
 
     found = found_of(tiny_llama)
     assert found.file is not None

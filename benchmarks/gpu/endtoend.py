@@ -24,12 +24,12 @@ from unions import Unions
 
 from saccade.engine.attention import Watch
 from saccade.engine.core import new_request_id
-from saccade.engine.host_calls import Setting
-from saccade.engine.params import SamplingParams
+from saccade.engine.memory.sequence import Sequence
 from saccade.engine.request import Request
-from saccade.engine.scheduler import next_rows, step_input
-from saccade.engine.sequence import Sequence
-from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.engine.rows.calls import Setting
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.scheduling.scheduler import next_rows, step_input
+from saccade.engine.steps.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.policy import Policy

@@ -34,7 +34,7 @@ from harness import say
 from tiers import Tiered, functions
 
 from saccade.bench.decode import planted_tables
-from saccade.engine.hosted_memory import HostedMemory
+from saccade.engine.memory.hosted import HostedMemory
 from saccade.engine.request import Request
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts

@@ -32,8 +32,8 @@ import torch
 from harness import Results, say
 
 from saccade import LLM, SamplingParams
-from saccade.engine.config import CHUNK
-from saccade.engine.hosted import HostedRows
+from saccade.engine.rows.hosted import HostedRows
+from saccade.engine.settings.config import CHUNK
 from saccade.eval.metrics import score
 from saccade.eval.render import render
 from saccade.eval.samples import Turn

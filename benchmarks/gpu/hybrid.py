@@ -24,8 +24,8 @@ from harness import say
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from saccade.engine.attention import Watch
-from saccade.engine.host_calls import Setting
 from saccade.engine.request import Request
+from saccade.engine.rows.calls import Setting
 from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.states import StatePool

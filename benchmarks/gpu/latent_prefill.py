@@ -17,7 +17,7 @@ from harness import DTYPE, Results, random_blocks, time_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.bench.inputs import make
-from saccade.engine.expanded import expanded_view
+from saccade.engine.rows.expanded import expanded_view
 from saccade.kv import rows as by_torch
 from saccade.kv.view import KVView
 from saccade.methods import Chunk, parse_method

@@ -15,7 +15,8 @@ import torch
 from endtoend import Bench, seconds
 from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, time_ms
 
-from saccade.engine import host, host_together
+from saccade.engine.rows import backend as host
+from saccade.engine.rows import together as host_together
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.ops import Call, run

@@ -45,10 +45,10 @@ from harness import Results, say
 from torch import Tensor
 
 from saccade.bench.generate_kv import TAIL, plant
-from saccade.engine.batch_control import BatchControl
-from saccade.engine.device_ahead import Ahead
+from saccade.engine.device.ahead import Ahead
 from saccade.engine.request import Request
-from saccade.engine.scheduler import Scheduler
+from saccade.engine.scheduling.batch_control import BatchControl
+from saccade.engine.scheduling.scheduler import Scheduler
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV, offers
 from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade.engine.observe import AttentionCall
+from saccade.engine.watch.observe import AttentionCall
 from saccade.selection import Dense, Tokens
 
 

@@ -14,9 +14,9 @@ from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS
 from saccade.bench.ttft import TRANSFORMERS, linear_timed, no_parts, parts_timed, prompt
 from saccade.bench.ttft import Settings as TtftSettings
-from saccade.engine.clock import Clock
-from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.methods import Policy

@@ -17,8 +17,8 @@ from torch import nn
 
 from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS, ENOUGH_SECONDS
-from saccade.engine.clock import Clock, timing
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.watch.clock import Clock, timing
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.methods import Policy

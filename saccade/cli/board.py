@@ -14,7 +14,7 @@ import typer
 from saccade.cli.options import say_device, takes_engine
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
 
 
 @takes_engine(model="reference")

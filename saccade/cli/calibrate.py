@@ -72,8 +72,8 @@ def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
     of them; returns the file. ``keys``: of a search for patterns. RequestError where the text is too short for it."""
     import torch
 
-    from saccade.engine.observe import AttentionCall, observing
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
+    from saccade.engine.watch.observe import AttentionCall, observing
     from saccade.kv import KVView
     from saccade.methods.base import Chunk
     from saccade.methods.offline import KINDS

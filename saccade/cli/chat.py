@@ -19,8 +19,8 @@ from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
     from saccade.cli.conversation import Conversation
-    from saccade.engine.config import EngineConfig
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
+    from saccade.engine.settings.config import EngineConfig
 
 
 @takes_sampling(max_tokens=2048)

@@ -16,7 +16,7 @@ from saccade.methods.policy import Policy
 
 if TYPE_CHECKING:
     from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
     from saccade.llm import LLM
 
 PINNED = "document"  # marks messages that hold documents: these are dropped by /reset alone

@@ -18,7 +18,7 @@ from saccade.errors import RequestError
 
 if TYPE_CHECKING:
     from saccade.engine.messages import StepOutput
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
     from saccade.llm import LLM
     from saccade.session import Session
 
@@ -178,7 +178,7 @@ def _text_questions(
 
 
 def _run(llm: LLM, policy: str, asked: Sequence[Ask]) -> Row:
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
 
     reports, correct = [], 0
     began = time.perf_counter()

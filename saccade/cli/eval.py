@@ -16,7 +16,7 @@ from saccade.cli.multiturn import multiturn
 from saccade.cli.options import HELP_NAMES, MODEL, say_device, takes_engine
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
     from saccade.eval.predict import Setting
     from saccade.eval.samples import Sample
     from saccade.eval.sources import Given

@@ -10,7 +10,7 @@ import typer
 from saccade.cli.options import POLICY, load_model, takes_engine
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
 
 LENGTHS = "88,2048"
 TOKENS = 16  # decoded at each length: fewer leave auto dense
@@ -29,7 +29,7 @@ def explain(
     saccade explain --policy psa -m smollm2
     """
     from saccade.bench.options import lengths as parsed
-    from saccade.engine.paths import MEANINGS
+    from saccade.engine.steps.paths import MEANINGS
 
     with load_model(config) as llm:
         rows = [row for length in parsed(lengths) for row in measured(llm, policy, length)]

@@ -16,8 +16,8 @@ from saccade.errors import RequestError
 from saccade.machine import check_writable
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
-    from saccade.engine.params import SamplingParams
+    from saccade.engine.sampling.params import SamplingParams
+    from saccade.engine.settings.config import EngineConfig
     from saccade.llm import LLM
 
 

@@ -13,7 +13,7 @@ import typer
 from saccade.cli.model_names import check_name
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
     from saccade.llm import LLM
 
 Command = Callable[..., Any]
@@ -65,7 +65,7 @@ RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out th
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 
-# Of saccade.engine.config.EngineConfig, whose names these are.
+# Of saccade.engine.settings.config.EngineConfig, whose names these are.
 ENGINE: dict[str, tuple[Any, Any]] = {
     "model": (Annotated[str, MODEL], "retriever"),
     "dtype": (Annotated[str, DTYPE], "auto"),
@@ -100,7 +100,7 @@ def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
 
         check_name(given["model"])
         with waiting(f"loading {given['model']}", bool(others.get("quiet"))):  # torch alone takes seconds
-            from saccade.engine.config import EngineConfig
+            from saccade.engine.settings.config import EngineConfig
 
             return EngineConfig.of(**given)
 
@@ -150,7 +150,7 @@ def load_model(config: EngineConfig | None = None, *, quiet: bool = False, **set
     with waiting(f"loading {settings.get('model') if config is None else config.model}", quiet):
         import torch
 
-        from saccade.engine.config import EngineConfig
+        from saccade.engine.settings.config import EngineConfig
         from saccade.llm import LLM
 
         config = config or EngineConfig.of(**settings)

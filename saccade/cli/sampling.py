@@ -64,7 +64,7 @@ def takes_sampling(**defaults: Any) -> Callable[[Command], Command]:
     """Gives a command with ``params: SamplingParams`` the options of sampling; ``defaults`` of its own."""
 
     def make(given: dict[str, Any], _: dict[str, Any]) -> Any:
-        from saccade.engine.params import SamplingParams
+        from saccade.engine.sampling.params import SamplingParams
 
         given["include_stop_str_in_output"] = given.pop("include_stop")
         given["skip_special_tokens"] = not given.pop("special_tokens")

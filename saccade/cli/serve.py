@@ -15,7 +15,7 @@ from saccade.errors import SaccadeError, shown
 from saccade.server import TOKEN_GAP
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
 
 KEY_VARIABLE = "SACCADE_API_KEY"
 

@@ -13,7 +13,7 @@ from saccade.cli.options import say_device, takes_engine
 from saccade.errors import RequestError, finite_number
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
+    from saccade.engine.settings.config import EngineConfig
     from saccade.eval.drift.passage import Passage
     from saccade.llm import LLM
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from saccade.engine.audit import RowAudit
-from saccade.engine.bounds import Bounds
-from saccade.engine.clock import Clock
-from saccade.engine.memory import SequenceMemory
-from saccade.engine.observe import AttentionCall, LogitsObserver, Observer
-from saccade.engine.pulse import Pulse
-from saccade.engine.step import StepInput, StepResult
+from saccade.engine.memory.sequence_memory import SequenceMemory
+from saccade.engine.steps.step import StepInput, StepResult
+from saccade.engine.watch.audit import RowAudit
+from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.clock import Clock
+from saccade.engine.watch.observe import AttentionCall, LogitsObserver, Observer
+from saccade.engine.watch.pulse import Pulse
 
 
 @dataclass

@@ -8,32 +8,32 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
-from saccade.engine.audit import AuditOptions
-from saccade.engine.auditing import Auditing
-from saccade.engine.automatic import Automatic
-from saccade.engine.batch_control import BatchControl
-from saccade.engine.checks import Checks, certified
-from saccade.engine.compile_waits import CompileWaits
-from saccade.engine.host_calls import Setting
-from saccade.engine.maps import Maps
-from saccade.engine.masks import Masks
+from saccade.engine.memory.sequence import Sequence, common
 from saccade.engine.messages import AddRequest, MapOrder, StepOutput
-from saccade.engine.params import SamplingParams
-from saccade.engine.prefixes import PrefixCache
-from saccade.engine.rank_link import RankLink
-from saccade.engine.ranks import FirstRank
+from saccade.engine.ranks.link import RankLink
+from saccade.engine.ranks.worker import FirstRank
 from saccade.engine.request import Request
-from saccade.engine.scheduler import Scheduler, step_input
-from saccade.engine.sequence import Sequence, common
+from saccade.engine.rows.calls import Setting
+from saccade.engine.sampling.masks import Masks
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.sampling.steering import Constraint, Steering
+from saccade.engine.scheduling.answers import Answers
+from saccade.engine.scheduling.auditing import Auditing
+from saccade.engine.scheduling.batch_control import BatchControl
+from saccade.engine.scheduling.compile_waits import CompileWaits
+from saccade.engine.scheduling.prefixes import PrefixCache
+from saccade.engine.scheduling.scheduler import Scheduler, step_input
+from saccade.engine.scheduling.settling import Settling
+from saccade.engine.scheduling.slices import Slices
+from saccade.engine.scheduling.sparse_drafts import SparseDrafts
+from saccade.engine.scheduling.token_gap import TokenGap
 from saccade.engine.sessions import Sessions
-from saccade.engine.settling import Settling
-from saccade.engine.slices import Slices
-from saccade.engine.sparse_drafts import SparseDrafts
-from saccade.engine.steering import Constraint, Steering
-from saccade.engine.step import ScheduledRequest
-from saccade.engine.token_gap import TokenGap
+from saccade.engine.settings.automatic import Automatic
+from saccade.engine.settings.checks import Checks, certified
+from saccade.engine.steps.step import ScheduledRequest
+from saccade.engine.watch.audit import AuditOptions
+from saccade.engine.watch.maps import Maps
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
@@ -43,8 +43,8 @@ from saccade.models.calibration import Calibrations
 from saccade.ops import fa4
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
-    from saccade.engine.device_prepare import Prepared
+    from saccade.engine.device.prepare import Prepared
+    from saccade.engine.settings.config import EngineConfig
     from saccade.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)

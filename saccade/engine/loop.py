@@ -16,6 +16,7 @@ from typing import Any
 
 from saccade.engine.core import Engine
 from saccade.engine.inbox import FORKED, STOP, THREADS, Letter, Loop, drive
+from saccade.engine.memory.saved import SavedSession
 from saccade.engine.messages import (
     AddRequest,
     CancelRequest,
@@ -29,7 +30,6 @@ from saccade.engine.messages import (
     StepOutput,
 )
 from saccade.engine.pieces import Piece
-from saccade.engine.saved import SavedSession
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
 

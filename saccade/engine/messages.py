@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.engine.params import SamplingParams
-from saccade.engine.saved import SavedSession
-from saccade.engine.steering import Constraint
+from saccade.engine.memory.saved import SavedSession
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.sampling.steering import Constraint
 from saccade.methods.policy import Policy
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from saccade.engine.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
+from saccade.engine.memory.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
 from saccade.errors import SaccadeError
 from saccade.kv.saved import SavedKV
 
 if TYPE_CHECKING:
-    from saccade.engine.sequence import Sequence
+    from saccade.engine.memory.sequence import Sequence
     from saccade.engine.sessions import Sessions
 
 _marks = count(1)

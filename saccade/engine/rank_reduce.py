@@ -207,9 +207,7 @@ class OneShotReduce:
         _beside(lambda: (torch.cuda.synchronize(self._device), over.set()))
 
     def _give_marks(self, over: threading.Event) -> None:
-        marks = [
-            self._memory.get_signal_pad(rank, (BLOCKS, self._ranks), torch.int32) for rank in range(self._ranks)
-        ]
+        marks = [self._memory.get_signal_pad(rank, (BLOCKS, self._ranks), torch.int32) for rank in range(self._ranks)]
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         stream, passed = torch.cuda.Stream(self._device), 0.0
         with torch.cuda.device(self._device), torch.cuda.stream(stream):

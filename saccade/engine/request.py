@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from saccade.engine.audit import Audit
-from saccade.engine.bounds import Bounds
-from saccade.engine.control import TargetControl
-from saccade.engine.maps import Maps
+from saccade.engine.memory.sequence import Sequence, Standing
 from saccade.engine.messages import StepOutput, TokenLogprob
-from saccade.engine.params import SamplingParams
-from saccade.engine.report import Report
-from saccade.engine.sampler import Sampler
-from saccade.engine.sequence import Sequence, Standing
-from saccade.engine.steering import Steering
-from saccade.engine.step import LogprobEntries
-from saccade.engine.stopping import StopText
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.sampling.sampler import Sampler
+from saccade.engine.sampling.steering import Steering
+from saccade.engine.sampling.stopping import StopText
+from saccade.engine.steps.step import LogprobEntries
+from saccade.engine.watch.audit import Audit
+from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.control import TargetControl
+from saccade.engine.watch.maps import Maps
+from saccade.engine.watch.report import Report
 from saccade.methods.policy import Policy
 from saccade.models.token_texts import TokenTexts
 
 if TYPE_CHECKING:
-    from saccade.engine.speculation import Speculation
+    from saccade.engine.drafts.speculation import Speculation
 
 
 class Request:

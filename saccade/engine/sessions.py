@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from saccade.engine.memories import Memories
+from saccade.engine.memory.memories import Memories
+from saccade.engine.memory.saved import SavedSession, restore_sequence, save_sequence
+from saccade.engine.memory.sequence import Sequence
 from saccade.engine.request import Request
-from saccade.engine.saved import SavedSession, restore_sequence, save_sequence
-from saccade.engine.sequence import Sequence
-from saccade.engine.settling import Settling
+from saccade.engine.scheduling.settling import Settling
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
 

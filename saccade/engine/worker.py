@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from saccade.engine import memory_kept as kept
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
-from saccade.engine.host import HostBackend
-from saccade.engine.host_calls import Setting
-from saccade.engine.memories import Memories
-from saccade.engine.step import RequestResult, StepInput, StepResult, results_of
-from saccade.engine.suspended import Advanced, SuspendedPass
+from saccade.engine.memory import kept_states as kept
+from saccade.engine.memory.memories import Memories
+from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.calls import Setting
+from saccade.engine.rows.suspended import Advanced, SuspendedPass
+from saccade.engine.steps.step import RequestResult, StepInput, StepResult, results_of
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
 
 if TYPE_CHECKING:
-    from saccade.engine.device import DeviceBackend
+    from saccade.engine.device.backend import DeviceBackend
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +267,6 @@ def device_backend(runner: HFRunner, setting: Setting, cuda_graphs: bool, covers
         return None  # its modules know states as tensors of their own, not by what a step reads on the device
     if triton.serves_heads(runner.spec.head_dim, runner.spec.value_dim) is not None:
         return None
-    from saccade.engine.device import DeviceBackend  # needs Triton
+    from saccade.engine.device.backend import DeviceBackend  # needs Triton
 
     return DeviceBackend(cast(Any, runner), cuda_graphs, setting.watch, covers)

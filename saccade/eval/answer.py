@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.render import Exchange, Prompt, gold_answer, render
 from saccade.eval.samples import Sample, Turn

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.observe import AttentionCall, Observer, observing
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.watch.observe import AttentionCall, Observer, observing
 from saccade.errors import RequestError, SaccadeError
 from saccade.kv.view import KVView
 from saccade.llm import LLM, Prompt

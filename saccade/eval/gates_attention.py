@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.observe import AttentionCall
-from saccade.engine.truth import true_rows
+from saccade.engine.watch.observe import AttentionCall
+from saccade.engine.watch.truth import true_rows
 from saccade.errors import SaccadeError
 from saccade.eval.capture import Capture
 from saccade.eval.micro import sample_positions

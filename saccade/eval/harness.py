@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, RequestOutcome
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import RequestError
 from saccade.llm import LLM
 from saccade.outputs import finished

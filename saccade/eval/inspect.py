@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saccade.engine.maps import FLOOR, ROWS_PER_CELL, Inspection, Maps
+from saccade.engine.watch.maps import FLOOR, ROWS_PER_CELL, Inspection, Maps
 from saccade.errors import SaccadeError
 from saccade.eval.capture import check_layers, token_ids, watch
 from saccade.eval.figures import MISSING, available, new_figure

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.observe import AttentionCall, observing
-from saccade.engine.truth import selected_rows, true_rows
+from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import SaccadeError
 from saccade.eval.capture import token_ids, watch
 from saccade.eval.predict import Setting, answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.answer import answer
 from saccade.eval.results import (

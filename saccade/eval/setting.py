@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.llm import LLM
 from saccade.methods.dense import DenseMethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.predict import predict
 from saccade.eval.runner import Note, say_weak

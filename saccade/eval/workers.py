@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.answer import answer, answer_aloud, quietly
 from saccade.eval.samples import Sample

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from saccade.engine.config import EngineConfig
 from saccade.engine.messages import AddRequest, EngineStatistics
+from saccade.engine.settings.config import EngineConfig
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import EngineLost, EngineStuck, SaccadeError
 from saccade.methods.policy import Policy

@@ -20,10 +20,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from saccade.engine.config import EngineConfig
 from saccade.engine.messages import StepOutput
-from saccade.engine.pulse import Pulse
+from saccade.engine.settings.config import EngineConfig
 from saccade.engine.stream import Stream
+from saccade.engine.watch.pulse import Pulse
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.machine import device_note

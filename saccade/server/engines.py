@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from saccade.engine.checks import PromptLimits
 from saccade.engine.messages import AddRequest, EngineStatistics
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.settings.checks import PromptLimits
 from saccade.engine.stream import AsyncOutputs
 from saccade.errors import EngineLost, EngineStuck
 from saccade.llm import LLM

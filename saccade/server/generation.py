@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestOutcome, StepOutput
-from saccade.engine.params import MOST_BIAS, SamplingParams
-from saccade.engine.steering import Constraint
+from saccade.engine.sampling.params import MOST_BIAS, SamplingParams
+from saccade.engine.sampling.steering import Constraint
 from saccade.engine.stream import AsyncOutputs
 from saccade.errors import EngineLost
 from saccade.methods.policy import Policy

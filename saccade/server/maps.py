@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.engine.messages import MapOrder
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.generation import Ask, Generation

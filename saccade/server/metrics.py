@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
+from saccade.engine.watch.estimates import Mean, Share
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
 from saccade.server.engines import EngineFace

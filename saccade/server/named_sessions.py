@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from saccade.durable import Restored
 from saccade.engine.messages import EngineStatistics
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.server.logs import logger
+from saccade.sessions.durable import Restored
 
 LOOK = 1.0  # seconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import SaccadeError, shown
 from saccade.server.errors import bad_request, from_saccade
 from saccade.server.protocol import Sampling

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from saccade.engine.config import PROFILE, EngineConfig
+from saccade.engine.settings.config import PROFILE, EngineConfig
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
 from saccade.llm import LLM
 from saccade.methods.policy import Policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saccade.engine.bounds import joined
-from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
+from saccade.engine.watch.bounds import joined
+from saccade.engine.watch.estimates import Mean, Share
 from saccade.models.tokenizer import Tokenizer
 
 JSON = dict[str, Any]

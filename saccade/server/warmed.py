@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import saccade
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.checkpoint import open_config

@@ -24,8 +24,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from saccade.engine.config import EngineConfig
-from saccade.engine.params import SamplingParams
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.machine import parse_bytes

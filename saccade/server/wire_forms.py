@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from saccade import errors
-from saccade.engine.checks import PromptLimits
-from saccade.engine.config import EngineConfig
 from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
-from saccade.engine.params import SamplingParams
-from saccade.engine.steering import Constraint
+from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.sampling.steering import Constraint
+from saccade.engine.settings.checks import PromptLimits
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
 from saccade.server import wire

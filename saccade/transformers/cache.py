@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from saccade.engine.core import new_request_id
-from saccade.engine.memories import Memories
-from saccade.engine.report import Report
-from saccade.engine.sequence import new_sequence_id
+from saccade.engine.memory.memories import Memories
+from saccade.engine.memory.sequence import new_sequence_id
+from saccade.engine.watch.report import Report
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.interface import LayerAttention

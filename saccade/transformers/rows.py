@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from saccade.engine.core import new_request_id
-from saccade.engine.host import HostAttention
-from saccade.engine.memory import Cut
-from saccade.engine.paths import path_of
-from saccade.engine.report import Report
-from saccade.engine.sequence import new_sequence_id
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.engine.memory.sequence import new_sequence_id
+from saccade.engine.memory.sequence_memory import Cut
+from saccade.engine.rows.backend import HostAttention
+from saccade.engine.steps.paths import path_of
+from saccade.engine.steps.step import RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.engine.watch.report import Report
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.interface import LayerAttention

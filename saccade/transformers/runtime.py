@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from saccade.engine.attention import Watch
-from saccade.engine.checks import Checks
-from saccade.engine.config import EngineConfig
-from saccade.engine.host import HostBackend
-from saccade.engine.host_calls import Setting
-from saccade.engine.memories import Memories
-from saccade.engine.report import Report
+from saccade.engine.memory.memories import Memories
+from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.calls import Setting
+from saccade.engine.settings.checks import Checks
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.watch.report import Report
 from saccade.errors import ModelError, PolicyError, SaccadeError
 from saccade.kv import BlockManager
 from saccade.methods.policy import Policy, PolicyLike

@@ -16,7 +16,7 @@ from helpers import MATRIX
 from tiny_models import make_checkpoint
 
 from saccade import LLM, SamplingParams
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.methods.policy import KNOWN, Policy
 from saccade.outputs import RequestOutput

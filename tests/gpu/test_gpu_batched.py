@@ -11,7 +11,7 @@ from kv_helpers import move_blocks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_attention
+from saccade.engine.device import attention as device_attention
 from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 from saccade.ops import attend

@@ -15,7 +15,7 @@ from test_gpu_engine import settled
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, pools
-from saccade.engine import device_attention
+from saccade.engine.device import attention as device_attention
 from saccade.kv import KVFormat, KVStorage, KVView, offers
 from saccade.kv import rows as by_torch
 from saccade.kv.paged import Paged

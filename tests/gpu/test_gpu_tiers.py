@@ -9,7 +9,7 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.device_ahead import Ahead
+from saccade.engine.device.ahead import Ahead
 from saccade.errors import CapacityError
 from saccade.kv import offers
 from saccade.kv.format import KVFormat

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.engine.audit import Audit, AuditOptions
-from saccade.engine.device_tap import Tap
+from saccade.engine.device.tap import Tap
+from saccade.engine.watch.audit import Audit, AuditOptions
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.triton.batch import Pages

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from saccade.engine import host_calls
-from saccade.engine.host import HostAttention
-from saccade.engine.host_rows import JoinedRows
-from saccade.engine.report import Report
-from saccade.engine.sampler import Sampler
+from saccade.engine.rows import calls as host_calls
+from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.decode_rows import JoinedRows
+from saccade.engine.sampling.sampler import Sampler
+from saccade.engine.watch.report import Report
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError
 from saccade.kv import BlockManager, SequenceKV

@@ -32,7 +32,7 @@ from storm.run import MIXED, blow, calm, fallen
 from tiny_models import make_checkpoint
 
 from saccade import LLM
-from saccade.engine.rank_limits import why_not
+from saccade.engine.settings.rank_limits import why_not
 from saccade.methods.policy import Policy
 
 EACH = 400  # requests an engine gets, if it lives so long

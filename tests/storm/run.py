@@ -35,7 +35,7 @@ from storm.faults import Faults
 from tiny_models import make_checkpoint
 
 from saccade import LLM
-from saccade.engine.memory import SequenceMemory
+from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
 

@@ -41,12 +41,12 @@ from storm.callers import AGAIN
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.durable import DurableSessions
 from saccade.errors import RequestError
 from saccade.kv import sequence_states
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
 from saccade.models.families import FAMILIES
+from saccade.sessions.durable import DurableSessions
 
 SPARSE = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
 POLICIES = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.passage import Passage, made_passage

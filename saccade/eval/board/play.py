@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.board.drifts import Drift, Drifts, place_of
 from saccade.eval.board.entries import Entry

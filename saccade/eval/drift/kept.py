@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.observe import AttentionCall
-from saccade.engine.truth import selected_rows, true_rows
+from saccade.engine.watch.observe import AttentionCall
+from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.selection import Dense
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.page import page
 from saccade.eval.drift.passage import Passage

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.config import EngineConfig
-from saccade.engine.pays import Untimed, pays_from, timed
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.settings.pays import Untimed, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.passage import Passage

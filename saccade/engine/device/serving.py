@@ -1,0 +1,124 @@
+"""Which requests of a step a device backend takes, and in which steps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from saccade.engine.attention import Watch
+from saccade.engine.device import prefill as prefill
+from saccade.engine.device.plans import DevicePlans
+from saccade.engine.device.rooms import EACH
+from saccade.engine.device.tiers import DeviceTiers
+from saccade.engine.memory.sequence_memory import SequenceMemory
+from saccade.engine.rows.hosted import goes_to_host
+from saccade.engine.steps.step import ScheduledRequest, StepInput
+from saccade.methods.policy import Policy
+from saccade.models.decode_step import DecodeStep
+from saccade.models.runner import HFRunner
+
+MOST_ROWS = 64  # that decode or verify
+
+
+class DeviceServing:
+    """For ``runner``, while ``watch`` sees every call."""
+
+    def __init__(self, runner: HFRunner, watch: Watch) -> None:
+        self.runner, self.watch = runner, watch
+        self._forward = DecodeStep(runner)
+        self._tiers = DeviceTiers()
+        self._plans = DevicePlans(runner.spec)
+
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
+        one = step.scheduled[index]
+        if one.phase == "prefill":
+            return self._serves_prefill(one, memory)
+        if one.phase != "decode" or (one.length != 1 and not one.together):
+            return "only single decode rows are batched"
+        if one.together and (one.length > EACH or not self.watch.idle):
+            return f"more than {EACH} rows of a request, or somebody looks on"
+        if one.row is not None:
+            return "rows of drafts are counted, and taken back, one by one"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if one.scored:
+            return "log-probabilities of its tokens are wanted"
+        if self.watch.logits is not None:
+            return "somebody looks at the logits of decode rows"
+        if one.request_id in self.watch.bounds:
+            return "bounds of its errors are wanted"
+        if self.runner.spec.value_dim is not None and one.request_id in self.watch.audited:
+            return "audits of latents run by the host"
+        if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):
+            return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
+        if memory.kept is not None and (one.together or memory.kept.spare is None):
+            return "rows that may be taken back change states by the host" if one.together else "no second slot is free"
+        planned = self._plans.of(one.policy)
+        if memory.kv.pool.absent:
+            if not self.watch.idle and not memory.kv.resident:
+                return "somebody looks on, and some of its KV blocks are not resident"
+            if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
+                return reason
+        if planned.plan is not None:
+            if memory.has_state and not planned.plan.keeps:
+                return "the decode method keeps a state that its device plan does not know"
+            if memory.has_gone and not one.policy.decode.evicts:
+                return "an earlier turn evicted keys"
+        if one.together and planned.plan is not None and not planned.plan.dense:
+            return "rows with sliding windows are attended one by one"
+        return planned.why_not
+
+    def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
+        if not self.watch.idle:
+            return "somebody looks on"
+        if memory.kept is not None:
+            return "layers that keep a state take prompts by the host"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if self._plans.prefilling(EACH) is None:
+            return "layers with sliding windows are attended by the host"
+        return prefill.why_not(one, memory)
+
+    def parts(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[list[int]]:
+        """The served requests ``which`` in as many steps as they need: those whose blocks must all stay resident while
+        those of others may not in steps of their own before all others, those that verify drafts, or prefill, in steps
+        of their own."""
+        kinds: tuple[list[int], list[int], list[int]] = [], [], []
+        prefilling: dict[int, ScheduledRequest] = {}
+        for number in which:
+            one = step.scheduled[number]
+            if one.phase == "prefill":
+                prefilling[number] = one
+                continue
+            plan, pool = self._plans.of(one.policy).plan, memories[one.sequence_id].kv.pool
+            early = plan is not None and not plan.listed and self._tiers.absent(pool)
+            kinds[0 if early else 2 if one.together else 1].append(number)
+        found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+        return found + prefill.parts(prefilling)
+
+    def replays(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step's rows densely, too, in a step before it: single decode rows whose keys are
+        all there."""
+        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS or self._plans.of(Policy()).plan is None:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory = memories[one.sequence_id]
+            if one.phase != "decode" or one.length != 1 or memory.has_gone or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True
+
+    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step again and again by itself, each row with the token that it chose before:
+        all rows want their likeliest token alone, and nothing on the way asks the host."""
+        watch = self.watch
+        if not watch.idle or watch.audits or watch.replays or watch.bounds or not 0 < len(step) <= MOST_ROWS:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
+            if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True

@@ -1,0 +1,168 @@
+"""What attention read, counted by several ranks of which each has some heads, put together for reports."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.engine.ranks.link import RankGroup
+from saccade.engine.steps.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
+from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.watch.layer_stats import LayerStats
+from saccade.methods.base import Cost
+from saccade.methods.policy import Policy
+from saccade.ops.pairs import pairs as pairs_of
+from saccade.selection import Selection, Shape
+
+DENSE = Policy()
+
+
+class LateOfAll:
+    """Counts of one request under one plan, of the heads of all ranks; ``take`` hands them over."""
+
+    def __init__(self) -> None:
+        self._counts = DeviceCounts()
+
+    def add(self, parts: Sequence[DeviceCounts]) -> None:
+        """Count what each rank did since the last time."""
+        kept = self._counts
+        for layer in parts[0].layers:
+            more, have = _stats([one.layers[layer] for one in parts]), kept.layers.get(layer)
+            kept.layers[layer] = more
+            if have is not None:
+                more.plus(have)
+        for known, fresh in ((kept.kinds, parts[0].kinds), (kept.backends, parts[0].backends)):
+            for kind, calls in fresh.items():
+                known[kind] = known.get(kind, 0) + calls
+
+    def take(self) -> DeviceCounts:
+        """What was counted since the last time."""
+        taken, self._counts = self._counts, DeviceCounts()
+        return taken
+
+
+def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> None:
+    """Have what ``tiered`` requests did counted by layer: over tiers each rank attends rows together or alone, as its
+    own memory allows, and calls of one rank are not those of another."""
+    for one, moves in zip(step.scheduled, tiered):
+        found = result.requests[one.request_id]
+        if moves and found.is_good and not found.rows and not found.stay:
+            called, total = DeviceCounts(), LateOfAll()
+            for call in found.calls:
+                called.add(call)
+            for counts in (called, *(late.take() for late in found.late.values())):
+                total.add([counts])
+            found.calls, found.late = [], {("ranks", one.phase): total}
+
+
+def exchange(group: RankGroup, own: Any) -> list[Any]:
+    """Each rank's ``own``, in the order of ranks; all of them call it."""
+    data = torch.frombuffer(bytearray(pickle.dumps(own, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+    sizes = [int(size) for size in group.gather(torch.tensor([len(data)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    parts = group.gather(padded)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes)]
+
+
+def share_counts(group: RankGroup, step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RankCounts]:
+    """What each rank counted of the ``good`` requests of ``step``, in the order of ranks; each calls it for the same
+    ones. Nothing is sent where all of them are dense, since their ranks read alike."""
+    if all(one.policy == DENSE for one in step.scheduled):
+        return []
+    rows, late = _rows(step, result, good), {}
+    for one, stood in zip(step.scheduled, good):
+        if stood:
+            for name, counts in result.requests[one.request_id].late.items():
+                late[one.request_id, name] = counts.take()
+    return exchange(group, RankCounts([[_told(call) for call in row.calls] for row in rows], late))
+
+
+def join_counts(ranks: int, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]) -> None:
+    """Let the calls of the ``good`` requests of ``step`` count the heads of all ranks, as they were ``told``."""
+    for number, row in enumerate(_rows(step, result, good)):
+        for at, call in enumerate(row.calls):
+            parts = [rank.calls[number][at] for rank in told]
+            row.calls[at] = _joined(call, parts) if parts else replace(call, used=_widened(call.used, ranks))
+
+
+def _rows(step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RequestResult]:
+    """Where the calls of the good requests are written down."""
+    requests = [result.requests[one.request_id] for one, stood in zip(step.scheduled, good) if stood]
+    return [row for one in requests for row in (one, *one.rows)]
+
+
+class RankCounts(NamedTuple):
+    """What a rank counted in a step: its part of each call of each row; by request and plan, what its kernels did."""
+
+    calls: list[list[_Told]]
+    late: dict[tuple[int, Hashable], DeviceCounts]
+
+
+class _Told(NamedTuple):
+    """A rank's part of a call: ``pairs`` int64 [its heads]."""
+
+    pairs: Tensor
+    cost: Cost
+    coverage: Tensor | None
+
+
+def _told(call: CallCount) -> _Told:
+    heads = call.used.shape.heads
+    read = call.used.pairs if isinstance(call.used, ReadPairs) else pairs_of(call.used)
+    return _Told(read.cpu().expand(heads).clone(), call.cost, None if call.coverage is None else call.coverage.cpu())
+
+
+def _joined(call: CallCount, parts: Sequence[_Told]) -> CallCount:
+    costs, kind = [part.cost for part in parts], call.used.kind if isinstance(call.used, ReadPairs) else type(call.used)
+    searches = [cost.searches for cost in costs if cost.searches is not None]
+    cost = Cost(
+        scored=round(sum(one.scored for one in costs) / len(costs)),  # of each head
+        estimated=round(sum(one.estimated for one in costs) / len(costs)),
+        searches=sum(searches) if searches else None,
+        notes=list(dict.fromkeys(note for one in costs for note in one.notes)),
+        certified=dict(sum((Counter(one.certified) for one in costs), Counter())),
+    )
+    coverage = [part.coverage for part in parts if part.coverage is not None]
+    shape = _wide(call.used.shape, len(parts))
+    used = ReadPairs(shape, torch.cat([part.pairs for part in parts]), kind)
+    return replace(call, used=used, cost=cost, coverage=torch.cat(coverage) if coverage else None)
+
+
+def _wide(shape: Shape, ranks: int) -> Shape:
+    return replace(shape, heads=shape.heads * ranks, kv_heads=shape.kv_heads * ranks)
+
+
+def _widened(used: Selection | ReadPairs, ranks: int) -> Selection | ReadPairs:
+    """What reads alike in all heads, of the heads of all ranks."""
+    return replace(used, shape=_wide(used.shape, ranks))  # type: ignore[type-var]
+
+
+def _stats(parts: Sequence[LayerStats]) -> LayerStats:
+    """One layer's counts of all heads."""
+    own, ranks = parts[0], len(parts)
+    attended = None
+    if any(part.attended is not None for part in parts):
+        attended = torch.cat(
+            [torch.zeros(part.heads, dtype=torch.int64) if part.attended is None else part.attended for part in parts]
+        )
+    return replace(
+        own,
+        attended=attended,
+        heads=sum(part.heads for part in parts),
+        scored=round(sum(part.scored for part in parts) / ranks),  # of each head
+        estimated=round(sum(part.estimated for part in parts) / ranks),
+        searches=sum(part.searches for part in parts),
+        searchable=sum(part.searchable for part in parts),
+        covered=sum(part.covered for part in parts),
+        estimates=sum(part.estimates for part in parts),
+        units=sum(part.units for part in parts),
+        least_covered=min(part.least_covered for part in parts),
+        certified=dict(sum((Counter(part.certified) for part in parts), Counter())),
+    )

@@ -1,0 +1,244 @@
+"""What joins the ranks of one engine: messages from the first to the others, and sums over all of them.
+
+Messages are pickled and go to the other ranks' standard input; sums are engine/rank_reduce.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from saccade.engine.rank_reduce import GlooReduce, Reduce, device_reduce
+from saccade.engine.ranks.watch import RankWatch, SumCounts
+from saccade.errors import EngineLost, brief
+
+logger = logging.getLogger(__name__)
+ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
+HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
+START_SECONDS = 600.0  # to load a model
+COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
+CPU = torch.device("cpu")
+
+
+class RanksLost(EngineLost):
+    """A rank that died, does not answer or is out of step. No request of its engine can go on."""
+
+
+class RankGroup:
+    """What joins ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
+    RuntimeError within ``seconds`` where another one does not come to what runs on the host. Waits for all of them to
+    begin. ``counts`` say when it is in such a sum. Tensors on ``device``, a GPU, are joined there."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        counts: SumCounts,
+        device: torch.device = CPU,
+        name: str = "",
+    ) -> None:
+        self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
+        self._there: Reduce = self._host
+        if device.type == "cuda":
+            self._there = device_reduce(store, rank, ranks, device, name, self._host)
+
+    @property
+    def records(self) -> bool:
+        """Whether a CUDA graph can record its sums."""
+        return self._there.records
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, in the dtype of ``part``: added up in float32 on the host."""
+        return self._run(part, "sum")
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' parts, which are of one shape and dtype."""
+        return self._run(part, "gather")
+
+    def first(self, part: Tensor) -> Tensor:
+        """The first rank's part; all are of one shape and dtype."""
+        return self._run(part, "first")
+
+    def _run(self, part: Tensor, name: str) -> Any:
+        joins = self._host if part.device.type == "cpu" else self._there
+        if joins is not self._host:
+            return getattr(joins, name)(part)
+        with self.counts.within(self.rank):
+            return getattr(joins, name)(part)
+
+    def abort(self) -> None:
+        """Have a GPU that waits for a rank that is gone wait no longer."""
+        self._there.abort()
+
+
+class RankLink:
+    """The first rank's hold on the others, one process each, which end with it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.lost: RanksLost | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._group: RankGroup | None = None
+        self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
+        self._store = distributed.FileStore(str(self.store_path), ranks)
+        self._counts = SumCounts(counts_path(self.store_path), ranks)
+        self._watch: RankWatch | None = None
+        self._losing = threading.RLock()
+        self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
+
+    @property
+    def store_path(self) -> Path:
+        """Where ranks find each other; only this user can read it."""
+        return Path(self._folder) / "store"
+
+    def join(self) -> None:
+        """Wait until the other ranks have loaded their models. RanksLost, which names the error, where one fails."""
+        until = time.monotonic() + START_SECONDS
+        for rank, process in enumerate(self.processes, 1):
+            while not self._store.check([ready(rank)]):
+                if self._store.check([failed(rank)]):
+                    raise self._end_all(f"rank {rank} of {self.ranks}: {self._store.get(failed(rank)).decode()}")
+                if process.poll() is not None or time.monotonic() > until:
+                    raise self.lose(None)
+                time.sleep(0.01)
+        try:
+            self._group = RankGroup(self._store, 0, self.ranks, ANSWER_SECONDS, self._counts)
+        except RuntimeError as error:
+            raise self.lose(error) from error
+        link = weakref.ref(self)  # which its watch does not keep
+
+        def found(rank: int, why: str) -> None:
+            if (own := link()) is not None:
+                own._lose_rank(rank, why)
+
+        self._watch = RankWatch(self._counts, self.processes, HANG_SECONDS, found)
+
+    def tell(self, message: Any) -> None:
+        """Send a message to all other ranks. RanksLost where one is gone."""
+        self.tell_each([message] * len(self.processes))
+
+    def tell_each(self, messages: Sequence[Any]) -> None:
+        """Send each other rank a message of its own. RanksLost where one is gone."""
+        if self.lost is None:
+            try:
+                for process, message in zip(self.processes, messages):
+                    send(process, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            except BaseException as error:  # of an interrupt, too, half a message may be left
+                self.lose(error)
+                if not isinstance(error, OSError):
+                    raise
+        if self.lost is not None:
+            raise RanksLost(str(self.lost))
+
+    @property
+    def group(self) -> RankGroup:
+        """RanksLost where there is none any more."""
+        if self.lost is not None or self._group is None:
+            raise RanksLost(str(self.lost or "the other ranks have not begun"))
+        return self._group
+
+    def joined(self) -> RankGroup:
+        """See ``group``."""
+        return self.group
+
+    def hangs_after(self, seconds: float) -> None:
+        """Let a rank hang for no longer than ``seconds``."""
+        if self._watch is not None:
+            self._watch.seconds = seconds
+
+    def lose(self, error: BaseException | None) -> RanksLost:
+        """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
+        with self._losing:
+            if self.lost is not None:
+                return self.lost
+            time.sleep(0.05)  # a process that died is known to be dead a little later than its connections
+            for rank, process in enumerate(self.processes, 1):
+                if (code := process.poll()) is not None:
+                    return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+            what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
+            return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
+
+    def _lose_rank(self, rank: int, why: str) -> None:
+        """Give all up, since one of them ``why``: what waits for it goes on with an error."""
+        with self._losing:
+            if self.lost is None:
+                self.processes[rank - 1].kill()
+                self._end_all(f"rank {rank} of {self.ranks} {why}")
+
+    def _end_all(self, why: str) -> RanksLost:
+        self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
+        logger.error("%s", self.lost)
+        self._finalizer()
+        return self.lost
+
+    def close(self) -> None:
+        """End the other ranks."""
+        with self._losing:
+            if self.lost is None:
+                self.lost = RanksLost("the engine was closed")
+            if self._watch is not None:
+                self._watch.close()
+        self._finalizer()
+
+
+def counts_path(store: Path) -> Path:
+    """Where ranks that find each other at ``store`` count the sums that they have come to."""
+    return store.with_name("counts")
+
+
+def ready(rank: int) -> str:
+    """The key under which a rank says that it has loaded its model."""
+    return f"ready/{rank}"
+
+
+def failed(rank: int) -> str:
+    """The key under which a rank says why it has not."""
+    return f"failed/{rank}"
+
+
+def others_fail(group: RankGroup, own: list[bool]) -> list[bool]:
+    """Of some requests, of which this rank failed ``own``, which another rank has failed."""
+    flags = group.sum(torch.tensor(own, dtype=torch.float32, device="cpu"))
+    return [count > mine for count, mine in zip(flags.tolist(), own)]
+
+
+def send(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Write to a rank's input. OSError where it has ended, or reads nothing for ``ANSWER_SECONDS``."""
+    assert process.stdin is not None
+    pipe, left = process.stdin.fileno(), memoryview(data)
+    os.set_blocking(pipe, False)
+    while left:
+        if not select.select([], [pipe], [], ANSWER_SECONDS)[1]:
+            raise TimeoutError(f"a rank has read nothing for {ANSWER_SECONDS:g} seconds")
+        left = left[os.write(pipe, left) :]
+
+
+def _end(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
+    """A rank ends at the end of its input; one that does not is killed."""
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
+    for process in processes:
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

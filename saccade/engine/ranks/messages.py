@@ -1,0 +1,90 @@
+"""What the first rank tells the others beside steps: what becomes of sequences, as calls of Memories."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.engine.memory.sequence_memory import Cut
+from saccade.engine.steps.step import StepInput
+from saccade.kv.saved import SavedKV
+
+
+class Fork(NamedTuple):
+    """See ``Memories.fork``."""
+
+    source: int
+    target: int
+    length: int | None
+
+
+class Truncate(NamedTuple):
+    """See ``Memories.truncate``."""
+
+    sequence: int
+    length: int
+    cut: Cut
+    stored: int | None
+    learns: bool
+    holds: bool
+
+
+class BeginTurn(NamedTuple):
+    """See ``Memories.begin_turn``."""
+
+    sequence: int
+    reached: int
+    keeps: bool
+
+
+class Settled(NamedTuple):
+    """See ``Memories.settled``."""
+
+    sequence: int
+
+
+class ForgetStates(NamedTuple):
+    """See ``Memories.forget_states``."""
+
+    sequence: int
+
+
+class Free(NamedTuple):
+    """See ``Memories.free``."""
+
+    sequence: int
+    closes: bool
+
+
+class Save(NamedTuple):
+    """See ``Memories.save``; the ranks gather keys and values."""
+
+    sequence: int
+    segment: int | None
+
+
+class SaveRows(NamedTuple):
+    """See ``Memories.save_rows``; likewise."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+class Load(NamedTuple):
+    """See ``Memories.load``: keys and values of the rank's own heads."""
+
+    sequence: int
+    saved: SavedKV
+
+
+class LoadRows(NamedTuple):
+    """See ``Memories.load_rows``; likewise."""
+
+    sequence: int
+    tensors: dict[str, Tensor]
+    rows: int | None
+
+
+Message = StepInput | BeginTurn | Settled | ForgetStates | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows

@@ -1,0 +1,193 @@
+"""Decode rows on a CPU whose readings are known for a whole step before it runs, and what they have counted.
+
+A row whose method has a device plan (selection.plan) is planned once a step for all layers where the kernels serve its
+readings, so that a layer costs no Python of its own. So are rows whose method picks single keys and has told the
+kernels of its state (methods/host_state.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade.engine.rows.calls import RequestRows, Setting
+from saccade.engine.steps.carried import carries
+from saccade.engine.watch.device_counts import LateCounts
+from saccade.engine.watch.phase_stats import ran_dense
+from saccade.methods.base import Method, WindowMethod
+from saccade.methods.device_state import Opening
+from saccade.methods.host_state import HostState
+from saccade.methods.verified import Verified
+from saccade.ops import cpu_readings
+from saccade.ops.cpu_plans import Ruled
+from saccade.ops.cpu_readings import Readings, Reads, Seen
+from saccade.selection.forms import MOST, Summarized
+from saccade.selection.plan import DevicePlan
+from saccade.selection.readings import Everything
+from saccade.selection.visible import VisibleKeys
+
+PLANS = 4096  # of methods used last
+
+
+class Prepared(NamedTuple):
+    """``readings``: None where each sequence has its own."""
+
+    plan: DevicePlan
+    readings: Readings | None
+
+
+class FixedRow(NamedTuple):
+    """A row that needs no help of its method in this step. ``state``: what its sequence knows, where that matters."""
+
+    rows: RequestRows
+    plan: DevicePlan
+    reads: Reads
+    state: HostState | None
+    weighs: bool = False  # rows of a verification that say where they looked
+
+
+class FixedPlans:
+    """The plans that the kernels serve without a method's help, and what rows under them have counted."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._everything = Readings([Everything()] * setting.spec.layers)
+        self._least_window = min((one for one in setting.spec.windows if one is not None), default=MOST)
+        self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
+        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
+
+    def of(self, rows: RequestRows) -> FixedRow | str:
+        """How a decode row reads, or why its method is to choose for each layer."""
+        if (reason := self._followed(rows)) is not None:
+            return reason
+        if rows.together:
+            plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
+            if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
+                return "rows with sliding windows are attended one by one"
+            return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
+        method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
+        prepared = self._plan(method, length <= self._least_window)
+        fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
+        if fixed is not None:
+            return fixed
+        state = rows.memory.on_host(method, length)  # what its method has told the kernels of its state
+        if state is None:
+            state = rows.memory.opened_on_host(method, self._opened(rows, rows.memory.states))
+        if state is None:
+            return prepared if isinstance(prepared, str) else f"'{method.text}': the kernels do not serve its state"
+        if window is not None and not state.windows:
+            return f"the kernels of '{method.text}' know no windows"
+        if length > state.room:
+            state.grow(length)
+        reads = state.reads(length, window)
+        if reads is not None:
+            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state)
+        if length > self._least_window:
+            return "which layers read what hangs on their own windows"
+        return FixedRow(rows, *self._whole(method, window), state)
+
+    def of_blocks(self, rows: RequestRows) -> FixedRow | None:
+        """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
+        None else."""
+        if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
+            return None
+        prepared = self._plan(rows.method, False)
+        fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
+        if fixed is None:
+            return None
+        for reading in set(fixed.plan.layers):
+            if reading.choice is None or rows.scheduled.stop <= reading.all_upto:
+                return None
+        return fixed
+
+    def _followed(self, rows: RequestRows) -> str | None:
+        """Why a row needs its layers one by one, whatever its method is."""
+        if rows.drafted:
+            return "rows of drafts are counted, and taken back, one by one"
+        if self.setting.watch.sees_calls:
+            return "somebody looks at its calls"
+        if rows.memory.has_gone:
+            return "an earlier turn evicted keys"
+        return "bounds of its errors are wanted" if rows.scheduled.request_id in self.setting.watch.bounds else None
+
+    def _read(self, rows: RequestRows, prepared: Prepared) -> FixedRow | None:
+        """A row that the kernels read by its plan alone."""
+        if prepared.readings is None or rows.memory.has_state or rows.scheduled.policy.window is not None:
+            return None
+        return FixedRow(rows, prepared.plan, prepared.readings, None)
+
+    def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
+        """Count a row that was attended in every layer, and what rules let it do."""
+        rows, plan, state = row.rows, row.plan, row.state
+        key = rows.scheduled.request_id, plan.name
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
+        if rows.together:
+            rows.result.late["host", plan.name] = counts
+            rows.result.stay = partial(counts.add_first, rows.scheduled.start, backend)
+            return
+        if state is not None:
+            state.done(rows.scheduled.stop)
+            if row.reads.tallied:
+                counts.follow(state)
+            for note in state.notes(rows.scheduled.stop):
+                rows.result.note(note)
+        if ruled is not None and plan.choice is not None and rows.scheduled.stop > plan.choice.dense_upto:
+            counts.note_rule(ruled.used * plan.choice.size, ruled.coverage)
+        whole = state is not None and state.reads_all(rows.scheduled.stop)
+        if counts.add(rows.scheduled.stop, backend, whole=whole) and not rows.method.means_dense:
+            rows.result.note(ran_dense("decode", plan.method))
+        rows.result.late["host", plan.name] = counts
+
+    def _weighs(self, method: Method) -> bool:
+        """Whether the next draft is to know where rows under ``method`` looked."""
+        if not isinstance(method, Verified):
+            return False
+        prepared = self._plan(method.draft, False)
+        if isinstance(prepared, str) or prepared.readings is None:
+            return False
+        return carries(prepared.plan, method.carried)
+
+    @torch.inference_mode()  # in which the states were made
+    def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
+        one, memory = rows.scheduled, rows.memory
+        windowed = one.policy.window is not None
+        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, windowed)
+        return rows.method.host_state(opening)
+
+    def summarized(self, method: Method) -> Summarized | None:
+        """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
+        prepared = self._plan(method, False)
+        return None if isinstance(prepared, str) or prepared.plan.choice is not None else prepared.plan.blocks
+
+    def _planned(self, method: Method, short: bool) -> Prepared | str:
+        """Or why there is none. ``short``: rows are shorter than all layers' own windows, which then hide nothing."""
+        spec = self.setting.spec
+        if short and any(window is not None for window in spec.windows):
+            spec = replace(spec, windows=(None,) * spec.layers)
+        plan = method.device_plan(spec)
+        if plan is None:
+            return f"'{method.text}': {method.host_only or 'no plan for this model'}"
+        if len(set(plan.layers)) == 1 and plan.keeps:
+            return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
+        for one in dict.fromkeys(plan.layers):
+            if (reason := cpu_readings.serves(one, spec.kv_heads)) is not None:
+                return f"'{method.text}': {reason}"
+        if spec is not self.setting.spec:
+            plan = replace(plan, name=f"{plan.name}, short")  # it is counted by itself
+        return Prepared(plan, Readings(plan.layers))
+
+    def _plan_of_all(self, method: Method, window: WindowMethod | None) -> tuple[DevicePlan, Readings]:
+        """What rows read that read everything, as far as ``window`` shows it: a plan that is counted by itself."""
+        layers = self.setting.spec.layers
+        cones = [None if window is None else window.at(layer, layers) for layer in range(layers)]
+        seen = [Everything() if cone is None else VisibleKeys(cone=cone) for cone in cones]
+        name = f"{method.text}, all" if window is None else f"{method.text}, all within {window.text}"
+        reads = self._everything if window is None else Seen(cones)
+        return DevicePlan(name, method.name, tuple(seen)), reads
