@@ -3,7 +3,7 @@
     python benchmarks/auto_lengths.py qwen2.5-coder --lengths 8192,16384,32000 -p "sampled_rows+psa" -p lfps
 
 A row a length and policy: seconds of the prefill and of a step behind it, each over dense attention's next to it, the
-best of ``--repeats`` runs. These are the times that policy ``auto`` goes by (saccade/engine/settings/pays.py), at more lengths.
+best of ``--repeats`` runs. These are the times that policy ``auto`` goes by (engine/settings/pays.py), at more lengths.
 """
 
 from __future__ import annotations

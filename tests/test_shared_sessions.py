@@ -87,7 +87,8 @@ def test_a_folder_that_may_not_be_read_costs_nothing(tmp_path, monkeypatch):
 
 def test_the_folder_of_a_killed_process_is_taken_over(tmp_path):
     code = (
-        "import os, sys, signal; from saccade.sessions.shared_store import SharedFileStore as S; store = S(sys.argv[1]);"
+        "import os, sys, signal; from saccade.sessions.shared_store import SharedFileStore as S;"
+        "store = S(sys.argv[1]);"
         "store.put('s1/head', b'said'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     for _ in range(2):

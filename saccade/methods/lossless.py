@@ -2,8 +2,9 @@
 
 Speculative decoding (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML
 2023; Chen et al., arXiv:2302.01318) with the model as its own draft, under sparse attention, as in TriForce
-(arXiv:2404.11912) and MagicDec (arXiv:2408.11049). The engine drives it (``engine/scheduling/sparse_drafts.py``); here is what a
-decode row reads that is no draft, everything, and what the draft learns from it.
+(arXiv:2404.11912) and MagicDec (arXiv:2408.11049). The engine drives it
+(``engine/scheduling/sparse_drafts.py``); here is what a decode row reads that is no draft, everything, and
+what the draft learns from it.
 
 A draft that keeps a state learns from verified rows alone: with each it chooses, reads and learns as if the row were
 its own, beside what dense attention reads. What its own rows taught it is dropped with them. So its state hangs on the
@@ -39,12 +40,12 @@ class Lossless(Verified):
     other, and one dense pass over them all decides which of them stay.
 
     ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 15, and none
-    where they are not (``engine/drafts/pacing.py``); a number drafts so many, always. ``lookup``: where the last ``lookup``
-    tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed there is drafted
-    too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks that a draft chooses
-    for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last verified row, where the
-    verification says so; a draft with a rule (``psa``) reads this share of 512 keys of them before its own
-    (``engine/steps/carried.py``).
+    where they are not (``engine/drafts/pacing.py``); a number drafts so many, always. ``lookup``: where the last
+    ``lookup`` tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed
+    there is drafted too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks
+    that a draft chooses for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last
+    verified row, where the verification says so; a draft with a rule (``psa``) reads this share of 512 keys of them
+    before its own (``engine/steps/carried.py``).
 
     Raises PolicyError for a draft that is no decode method, reads everything, or is ``lossless`` itself.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.copied import Copied
 from saccade.engine.attention import StepFailedError, StepShortError, Watch
-from saccade.engine.device import prefill as prefill
+from saccade.engine.device import prefill
 from saccade.engine.device.ahead import Ahead, Launched, may_follow
 from saccade.engine.device.attention import DeviceAttention, Group
 from saccade.engine.device.audit import StepAudits

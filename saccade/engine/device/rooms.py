@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from saccade.engine.device import prefill as prefill
+from saccade.engine.device import prefill
 from saccade.engine.device.graphs import StepKinds
 from saccade.engine.device.rows import RowBuffers
 from saccade.engine.device.watch import PlacedRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from saccade.engine.attention import Watch
-from saccade.engine.device import prefill as prefill
+from saccade.engine.device import prefill
 from saccade.engine.device.plans import DevicePlans
 from saccade.engine.device.rooms import EACH
 from saccade.engine.device.tiers import DeviceTiers

@@ -1,5 +1,6 @@
-"""Choosing the tokens of many rows at once, where their logits lie: what :class:`~saccade.engine.sampling.sampler.Sampler` does
-for one row, in the same order, without bringing a vocabulary of logits to the host for each.
+"""Choosing the tokens of many rows at once, where their logits lie: what
+:class:`~saccade.engine.sampling.sampler.Sampler` does for one row, in the same order, without bringing a vocabulary of
+logits to the host for each.
 
 What stays with the row's own sampler: answers under a constraint, whose matcher sees the tokens one by one, and logits
 that are not finite, of which it says what is wrong.

@@ -59,13 +59,14 @@ class EngineConfig:
     ``kv_unit``: what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads
     it.
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
-    the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/rows/hosted.py); or ``auto``,
-    by what either was measured to take (kv/compute.py).
+    the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/rows/hosted.py); or
+    ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step; by default 4,096, and 8,192 of a dense prefill on
     a GPU of 32 GiB or more. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
     run at once. ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
-    (engine/scheduling/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests that queue
-    behind them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``:
+    (engine/scheduling/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests
+    that queue behind them; a caller that adds more waits until there is room. ``block_size``: tokens of a KV block.
+    ``backend``:
     ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
     FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default
     where it is installed and ``backend`` is ``auto``.
