@@ -12,7 +12,6 @@ import torch
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.ranks.link import RankLink
 from saccade.engine.sampling.params import SamplingParams, one_params
 from saccade.engine.settings.config import SESSIONS, EngineConfig
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
@@ -28,7 +27,7 @@ from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
-from saccade.ranks import start_ranks
+from saccade.ranks import make_link, start_ranks
 from saccade.session import Session
 from saccade.sessions.durable import DurableSessions
 from saccade.sessions.shared_store import SharedFileStore
@@ -70,7 +69,7 @@ class LLM:
         self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
         ranks, link = config.tensor_parallel_size, None
         if ranks > 1:
-            link = RankLink(ranks)
+            link = make_link(ranks, self.model.device)
             self.model = shard_model(self.model, 0, ranks, link.joined)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu

@@ -1,6 +1,6 @@
 """What joins the ranks of one engine: messages from the first to the others, and sums over all of them.
 
-Messages are pickled and go to the other ranks' standard input; sums are engine/rank_reduce.py's.
+Messages are pickled and go to the other ranks' standard input; sums are engine/ranks/reduce.py's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from saccade.engine.rank_reduce import GlooReduce, Reduce, device_reduce
+from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce, device_reduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 
@@ -37,6 +38,23 @@ CPU = torch.device("cpu")
 
 class RanksLost(EngineLost):
     """A rank that died, does not answer or is out of step. No request of its engine can go on."""
+
+
+class Group(Protocol):
+    """What joins ranks, as they call it: each the same in the same order."""
+
+    ranks: int
+
+    @property
+    def records(self) -> bool: ...
+
+    def sum(self, part: Tensor) -> Tensor: ...
+
+    def gather(self, part: Tensor) -> list[Tensor]: ...
+
+    def first(self, part: Tensor) -> Tensor: ...
+
+    def abort(self) -> None: ...
 
 
 class RankGroup:
@@ -91,14 +109,17 @@ class RankGroup:
 class RankLink:
     """The first rank's hold on the others, one process each, which end with it."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    alone = False  # whether there are no others
+
+    def __init__(self, ranks: int, device: torch.device = CPU) -> None:
+        self.ranks, self.device = ranks, device
         self.lost: RanksLost | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._group: RankGroup | None = None
+        self._group: Group | None = None
         self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
         self._store = distributed.FileStore(str(self.store_path), ranks)
         self._counts = SumCounts(counts_path(self.store_path), ranks)
+        self._steps = SumCounts(steps_path(self.store_path), ranks)
         self._watch: RankWatch | None = None
         self._losing = threading.RLock()
         self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
@@ -119,7 +140,7 @@ class RankLink:
                     raise self.lose(None)
                 time.sleep(0.01)
         try:
-            self._group = RankGroup(self._store, 0, self.ranks, ANSWER_SECONDS, self._counts)
+            self._group = self._met()
         except RuntimeError as error:
             raise self.lose(error) from error
         link = weakref.ref(self)  # which its watch does not keep
@@ -128,7 +149,15 @@ class RankLink:
             if (own := link()) is not None:
                 own._lose_rank(rank, why)
 
-        self._watch = RankWatch(self._counts, self.processes, HANG_SECONDS, found)
+        self._watch = RankWatch(self._counts, self._steps, self.processes, HANG_SECONDS, found)
+
+    def _met(self) -> Group:
+        seconds = patience(self.device)
+        return RankGroup(self._store, 0, self.ranks, seconds, self._counts, self.device, self.store_path.parent.name)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """The first rank is in a step: it waits for its device there, which may wait for other ranks."""
+        return self._steps.within(0)
 
     def tell(self, message: Any) -> None:
         """Send a message to all other ranks. RanksLost where one is gone."""
@@ -148,13 +177,13 @@ class RankLink:
             raise RanksLost(str(self.lost))
 
     @property
-    def group(self) -> RankGroup:
+    def group(self) -> Group:
         """RanksLost where there is none any more."""
         if self.lost is not None or self._group is None:
             raise RanksLost(str(self.lost or "the other ranks have not begun"))
         return self._group
 
-    def joined(self) -> RankGroup:
+    def joined(self) -> Group:
         """See ``group``."""
         return self.group
 
@@ -185,6 +214,10 @@ class RankLink:
     def _end_all(self, why: str) -> RanksLost:
         self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
         logger.error("%s", self.lost)
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()
+            for process in self.processes:  # which may wait on their GPUs, and hold nothing that is to be kept
+                process.kill()
         self._finalizer()
         return self.lost
 
@@ -198,9 +231,28 @@ class RankLink:
         self._finalizer()
 
 
+class LoneLink(RankLink):
+    """The first rank's without the others: it runs its part of the model, whose results mean nothing."""
+
+    alone = True
+
+    def _met(self) -> Group:
+        return Alone(self.ranks)
+
+
 def counts_path(store: Path) -> Path:
     """Where ranks that find each other at ``store`` count the sums that they have come to."""
     return store.with_name("counts")
+
+
+def steps_path(store: Path) -> Path:
+    """Where they count the steps that they have begun and ended."""
+    return store.with_name("steps")
+
+
+def patience(device: torch.device) -> float:
+    """Seconds that a rank on ``device`` waits on its host for another one that gets on."""
+    return ANSWER_SECONDS if device.type == "cpu" else COMPILE_SECONDS
 
 
 def ready(rank: int) -> str:
@@ -213,7 +265,7 @@ def failed(rank: int) -> str:
     return f"failed/{rank}"
 
 
-def others_fail(group: RankGroup, own: list[bool]) -> list[bool]:
+def others_fail(group: Group, own: list[bool]) -> list[bool]:
     """Of some requests, of which this rank failed ``own``, which another rank has failed."""
     flags = group.sum(torch.tensor(own, dtype=torch.float32, device="cpu"))
     return [count > mine for count, mine in zip(flags.tolist(), own)]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from saccade.engine.ranks.reduce import shares_gpus
 from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import PolicyError, RequestError, SaccadeError, shown
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
+from saccade.models.target import checked_device
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
@@ -29,11 +33,8 @@ def check_config(config: EngineConfig) -> None:
     ranks = config.tensor_parallel_size
     if ranks == 1:
         return
-    if config.device != "cpu":
-        raise SaccadeError(
-            f"tensor_parallel_size={ranks} runs on CPUs, not on device={shown(config.device)}; give device='cpu', or "
-            "tensor_parallel_size=1"
-        )
+    if str(config.device).startswith("cuda"):
+        _check_gpus(ranks, device_of(config, 0).index or 0)
     given = {name: getattr(config, name) for name, needed in LEFT_OUT.items() if getattr(config, name) != needed}
     if config.kv_memory == "profile":
         given["kv_memory"] = config.kv_memory
@@ -43,6 +44,24 @@ def check_config(config: EngineConfig) -> None:
             "tensor_parallel_size=1"
         )
     check_policy(ranks, Policy.parse(config.policy))
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank computes: on GPUs from the first rank's on, of those that CUDA_VISIBLE_DEVICES leaves."""
+    device = checked_device(config.device)
+    if device.type != "cuda" or config.tensor_parallel_size == 1:
+        return device
+    place = (device.index or 0) + rank
+    return torch.device("cuda", place % torch.cuda.device_count() if shares_gpus() else place)
+
+
+def _check_gpus(ranks: int, first: int) -> None:
+    there = torch.cuda.device_count()
+    if first + ranks > there and not shares_gpus():
+        raise SaccadeError(
+            f"tensor_parallel_size={ranks} takes the GPUs {first} to {first + ranks - 1}; torch sees {there} of them "
+            "(CUDA_VISIBLE_DEVICES): give fewer, or device='cpu'"
+        )
 
 
 def check_policy(ranks: int, policy: Policy) -> None:

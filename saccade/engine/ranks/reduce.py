@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,9 @@ QUIET = {
 class Reduce(Protocol):
     """What joins the ranks of an engine on their devices."""
 
-    records: bool  # whether a CUDA graph can record what it launches
+    @property
+    def records(self) -> bool:
+        """Whether a CUDA graph can record what it launches."""
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, in the dtype of ``part``, which may be written to."""
@@ -203,8 +206,14 @@ class OneShotReduce:
         taken: both are given for those that are gone, until the device has done all that was launched."""
         self._large.abort()
         over = threading.Event()
-        _beside(lambda: self._give_marks(over))
-        _beside(lambda: (torch.cuda.synchronize(self._device), over.set()))
+        _beside(partial(self._give_marks, over))
+        _beside(partial(self._drain, over))
+
+    def _drain(self, over: threading.Event) -> None:
+        try:
+            torch.cuda.synchronize(self._device)
+        finally:
+            over.set()
 
     def _give_marks(self, over: threading.Event) -> None:
         marks = [self._memory.get_signal_pad(rank, (BLOCKS, self._ranks), torch.int32) for rank in range(self._ranks)]
