@@ -47,6 +47,7 @@ from saccade.ops import fa4
 from saccade.pools import layout_of, make_pool
 
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+COMMAND: tuple[str, ...] = ("-m", "saccade.ranks")  # what Python runs of a rank
 END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
@@ -87,7 +88,7 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     for rank in range(1, link.ranks):
         process = subprocess.Popen(
-            [sys.executable, "-m", "saccade.ranks"],
+            [sys.executable, *COMMAND],
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=subprocess.DEVNULL,
@@ -107,7 +108,6 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched there
-        threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     store = distributed.FileStore(start.store, ranks)
     group: list[RankGroup] = []
     try:
@@ -156,6 +156,7 @@ def received(stream: IO[bytes]) -> Iterator[Any]:
 
 def main() -> None:
     """A rank as a process: the first message is its :class:`Start`."""
+    threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
     for start in messages:
         serve(start, messages)

@@ -298,7 +298,6 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
     ("options", "error", "said"),
     [
         ({"policy": "hshare"}, PolicyError, "of hshare, heads take the sets of others that are like them"),
-        ({"device": "cuda"}, SaccadeError, "device='cpu'"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),
         ({"kv_memory": "profile"}, SaccadeError, "kv_memory='profile' does not go with"),
         ({"tensor_parallel_size": 0}, SaccadeError, "tensor_parallel_size=0 must be an integer >= 1"),

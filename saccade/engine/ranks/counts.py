@@ -25,8 +25,8 @@ DENSE = Policy()
 
 
 class LateOfRanks:
-    """What each rank counts of its heads of one request under one name, and keeps until somebody asks. ``ask`` gives what
-    all of them have counted, for what the first has."""
+    """What each rank counts of its heads of one request under one name, and keeps until somebody asks. ``ask`` gives
+    what all of them have counted, for what the first has."""
 
     def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]]) -> None:
         self._ask = ask

@@ -31,6 +31,7 @@ from saccade.errors import EngineLost, brief
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
 HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
+DYING_SECONDS = 1.0  # after its connections have broken, that a process takes to be known as dead
 START_SECONDS = 600.0  # to load a model
 COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ class RankGroup:
             return getattr(joins, name)(part)
 
     def abort(self) -> None:
-        """Have a GPU that waits for a rank that is gone wait no longer."""
+        """Have a GPU that waits for a rank that is gone wait no longer, and give back what joins them."""
         self._there.abort()
 
 
@@ -197,10 +198,12 @@ class RankLink:
         with self._losing:
             if self.lost is not None:
                 return self.lost
-            time.sleep(0.05)  # a process that died is known to be dead a little later than its connections
-            for rank, process in enumerate(self.processes, 1):
-                if (code := process.poll()) is not None:
-                    return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+            until = time.monotonic() + DYING_SECONDS
+            while self.processes and time.monotonic() < until:
+                for rank, process in enumerate(self.processes, 1):
+                    if (code := process.poll()) is not None:
+                        return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+                time.sleep(0.02)
             what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
             return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
 
@@ -228,6 +231,8 @@ class RankLink:
                 self.lost = RanksLost("the engine was closed")
             if self._watch is not None:
                 self._watch.close()
+            if self._group is not None:
+                self._group.abort()
         self._finalizer()
 
 

@@ -14,7 +14,8 @@ import datetime
 import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ RENDEZVOUS = datetime.timedelta(seconds=60)
 BLOCKS = 64  # of a one-shot kernel, more than it has
 FREEING = 20.0  # seconds, at most, that a stuck device is let go for
 
-# Before torch or NCCL first ask: no multicast, and no thread of NCCL's that ends this process over a rank that has.
+# While ranks meet: no multicast, and no thread of NCCL's that ends this process over a rank that has ended.
 QUIET = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -196,10 +197,11 @@ class OneShotReduce:
     def _one_shot(self, part: Tensor) -> Tensor:
         part = part.contiguous()
         room = self._room.view(part.dtype)[: part.numel()].view(part.shape)
-        if self._copying is not None:
-            return self._copying(room, part, "sum", self._name)
-        room.copy_(part)
-        return self._plain(room, "sum", self._name)
+        with torch.cuda.device(self._device):  # which the operation launches on, wherever its tensors are
+            if self._copying is not None:
+                return self._copying(room, part, "sum", self._name)
+            room.copy_(part)
+            return self._plain(room, "sum", self._name)
 
     def abort(self) -> None:
         """See :class:`Reduce`. A one-shot kernel waits for a mark of each other rank, and for its own marks there to be
@@ -276,8 +278,22 @@ def shares_gpus() -> bool:
 def device_reduce(store: Any, rank: int, ranks: int, device: torch.device, name: str, host: GlooReduce) -> Reduce:
     """What joins ``ranks`` ranks on their GPUs, as ``SACCADE_REDUCE`` says: all of them take the same. Where they have
     no symmetric memory in common NCCL joins few rows, too, and a warning says why. ``host`` joins them already."""
-    for variable, value in QUIET.items():
-        os.environ.setdefault(variable, value)
+    with _quiet():
+        return _device_reduce(store, rank, ranks, device, name, host)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    added = [variable for variable in QUIET if variable not in os.environ]
+    os.environ.update({variable: QUIET[variable] for variable in added})
+    try:
+        yield
+    finally:
+        for variable in added:
+            del os.environ[variable]
+
+
+def _device_reduce(store: Any, rank: int, ranks: int, device: torch.device, name: str, host: GlooReduce) -> Reduce:
     chosen = asked()
     large: Reduce = host if GLOO in chosen else NcclReduce(store, rank, ranks, device)
     if ONE_SHOT not in chosen:

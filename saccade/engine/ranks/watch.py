@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -113,9 +113,14 @@ class Activity(NamedTuple):
 
 
 def activity(pid: int) -> Activity | None:
-    """None where the system does not say."""
+    """None where the system does not say. A process uses what those do that it has started: compilers, say."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return Activity(int(words[11]) + int(words[12]), words[0] in "Tt")  # utime and stime, state: proc(5)
+    ticks = int(words[11]) + int(words[12])  # utime and stime, state: proc(5)
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            started = [activity(int(child)) for child in path.read_text().split()]
+            ticks += sum(one.ticks for one in started if one is not None)
+    return Activity(ticks, words[0] in "Tt")

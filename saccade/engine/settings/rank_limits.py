@@ -33,8 +33,6 @@ def check_config(config: EngineConfig) -> None:
     ranks = config.tensor_parallel_size
     if ranks == 1:
         return
-    if str(config.device).startswith("cuda"):
-        _check_gpus(ranks, device_of(config, 0).index or 0)
     given = {name: getattr(config, name) for name, needed in LEFT_OUT.items() if getattr(config, name) != needed}
     if config.kv_memory == "profile":
         given["kv_memory"] = config.kv_memory
@@ -55,9 +53,13 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", place % torch.cuda.device_count() if shares_gpus() else place)
 
 
-def _check_gpus(ranks: int, first: int) -> None:
-    there = torch.cuda.device_count()
-    if first + ranks > there and not shares_gpus():
+def check_devices(config: EngineConfig) -> None:
+    """SaccadeError where a rank finds no GPU here."""
+    ranks, device = config.tensor_parallel_size, checked_device(config.device)
+    if ranks == 1 or device.type != "cuda" or shares_gpus():
+        return
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + ranks > there:
         raise SaccadeError(
             f"tensor_parallel_size={ranks} takes the GPUs {first} to {first + ranks - 1}; torch sees {there} of them "
             "(CUDA_VISIBLE_DEVICES): give fewer, or device='cpu'"
