@@ -22,7 +22,7 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import shard_model
+from saccade.models.shards import release, shard_model
 from saccade.models.target import checked_device
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
@@ -73,6 +73,7 @@ class LLM:
         if ranks > 1:
             link = make_link(ranks, self.model.device)
             self.model = shard_model(self.model, 0, ranks, link.joined)
+            release(self.model.device)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu
         if config.backend == "auto" and not kernels.available():

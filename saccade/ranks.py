@@ -42,7 +42,7 @@ from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import shard_model
+from saccade.models.shards import release, shard_model
 from saccade.ops import fa4
 from saccade.pools import layout_of, make_pool
 
@@ -116,6 +116,8 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
             folder = checkpoint_folder(config.model, config.revision)
             whole = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers)
         model = shard_model(whole, rank, ranks, lambda: group[0])
+        del whole
+        release(device)
         spec = model.spec
         memory = start.blocks * layout_of(config, model).block_bytes
         pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)

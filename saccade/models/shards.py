@@ -8,6 +8,7 @@ not cut across them: of an output matrix of that kind a rank has rows, which mul
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -48,6 +49,13 @@ def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
             f"use {' or '.join(fitting)}"
         )
     return replace(spec, heads=spec.heads // ranks, kv_heads=spec.kv_heads // ranks)
+
+
+def release(device: torch.device) -> None:
+    """Have the memory of parts that other ranks have, and that nobody holds any more, given back."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def shard_model(model: LoadedModel, rank: int, ranks: int, joined: Joined) -> LoadedModel:
