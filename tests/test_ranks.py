@@ -297,7 +297,6 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
     [
         ({"policy": "psa(unit=layer)"}, PolicyError, "of psa, its rule asks all heads of a layer"),
         ({"policy": "arkvale", "kv_host": "1MiB"}, PolicyError, "heads choose together, and over kv_host or kv_disk"),
-        ({"device": "cuda"}, SaccadeError, "device='cpu'"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),
         ({"kv_memory": "profile"}, SaccadeError, "kv_memory='profile' does not go with"),
         ({"tensor_parallel_size": 0}, SaccadeError, "tensor_parallel_size=0 must be an integer >= 1"),

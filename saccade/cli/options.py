@@ -61,7 +61,7 @@ THREADS = typer.Option("--threads", help="Threads for kernels and matrix product
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
 AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
 TARGET = typer.Option("--target", help="Agreement with dense to hold by moving the method's dial.")
-RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out the KV heads, on a CPU; experimental.")
+RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out the KV heads, a GPU each; experimental.")
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 

@@ -84,7 +84,7 @@ class Engine:
         self.worker = (
             Worker(model.runner, setting, exact, config.cuda_graphs)
             if link is None
-            else FirstRank(link, model.runner, setting, exact)
+            else FirstRank(link, model.runner, setting, exact, config.cuda_graphs)
         )
         memories = self.worker.memories
         states = pool.states
@@ -127,7 +127,7 @@ class Engine:
         if device is None or not self.config.cuda_graphs:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests
-        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
+        return self.worker.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
 
     def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
         """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises

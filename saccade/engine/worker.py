@@ -22,6 +22,9 @@ from saccade.ops import triton
 
 if TYPE_CHECKING:
     from saccade.engine.device.backend import DeviceBackend
+    from saccade.engine.device.prepare import Prepared
+    from saccade.kv.blocks import BlockManager
+    from saccade.methods.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,14 @@ class Worker:
     def runs_ahead(self) -> bool:
         """Whether a step may be launched before it is asked for."""
         return self.device is not None and self.device.runs_ahead and not self.exact and not self._alone
+
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int
+    ) -> Prepared | None:
+        """Record the device's steps before they are asked for (device.prepare); None where it has none."""
+        if self.device is None:
+            return None
+        return self.device.prepare(pool, policy, requests, longest, seconds, share)
 
     def repeats(self, step: StepInput) -> bool:
         """Whether the device can run the step again and again by itself (``run``'s ``times``)."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,10 @@ def load_model(
     for note in notes:
         warnings.warn(note, stacklevel=2)
 
-    def found_digest() -> str:
-        return digest_weights(runner.weights) if digest is None else digest() if callable(digest) else digest
-
+    # A digest that is known holds no weights: of several ranks each gives back those of the others.
+    known = digest
+    said = model.config
+    find = partial(_digest_of, runner) if known is None else known if callable(known) else lambda: str(known)
     added = None if adapter is None else adapter.name
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
@@ -177,8 +179,12 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored, added)),
+        found=FoundOnce(lambda: identity_of(said, spec, find(), stored, added)),
     )
+
+
+def _digest_of(runner: HFRunner) -> str:
+    return digest_weights(runner.weights)
 
 
 def _quantised_source(

@@ -10,12 +10,14 @@ the channels of all ranks.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.errors import ModelError
 from saccade.models.interface import ModelSpec
@@ -24,7 +26,7 @@ from saccade.models.loader import LoadedModel
 from saccade.models.runner import HFRunner
 from saccade.ops import row_passes
 from saccade.ops.layer_weights import LayerWeights
-from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.matrices import DenseMatrix, Matrix, PartMatrix
 from saccade.selection.head_part import HeadPart
 
 
@@ -62,6 +64,13 @@ def _fits(spec: ModelSpec, ranks: int) -> bool:
     return ranks % spec.kv_heads == 0 and spec.heads * spec.head_dim % ranks == 0
 
 
+def release(device: torch.device) -> None:
+    """Have the memory of parts that other ranks have, and that nobody holds any more, given back."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def shard_model(model: LoadedModel, rank: int, ranks: int, joined: Joined) -> LoadedModel:
     """The part of ``rank``, from 0, of a model that ``ranks`` ranks run together. ModelError for a model of another
     shape than Llama's, or whose KV heads do not share out."""
@@ -73,66 +82,85 @@ def shard_model(model: LoadedModel, rank: int, ranks: int, joined: Joined) -> Lo
             f"{spec.family}; use tensor_parallel_size=1"
         )
     layers = [_part(layer, part, rank, ranks, joined) for layer in whole.weights.layers]
-    llama = LlamaDecoder(replace(whole.weights, layers=layers))
+    head = _head(whole.weights.head, rank, ranks, joined)
+    llama = LlamaDecoder(replace(whole.weights, layers=layers, head=head))
     runner = HFRunner(model.runner.model, model.runner.family, spec, llama)
     return replace(model, spec=spec, runner=runner, part=part)
 
 
-class SummedMatrix(DenseMatrix):
-    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up. ``share``: which of
-    how many equal ones of the channels that it is given are its own."""
+Share = tuple[int, int]  # which of how many equal ones of the channels that a part is given are its own
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, joined: Joined, share: Share) -> None:
-        super().__init__(weight, bias)
+
+class SummedMatrix(PartMatrix):
+    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
+
+    def __init__(self, part: Matrix, joined: Joined, share: Share = (0, 1)) -> None:
+        super().__init__(part)
         self._joined, self._share = joined, share
 
-    def product(self, x: Tensor) -> Tensor:
-        """See :class:`Matrix`."""
-        return self._joined().sum(super().product(_own_channels(x, self._share)))
+    def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
+        """See :class:`PartMatrix`."""
+        return self._joined().sum(product(_own_channels(x, self._share), self.part))
 
     def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> SummedMatrix:
         """See :class:`Matrix`."""
-        return SummedMatrix(stored[0], bias, self._joined, self._share)
-
-    def native(self, dtype: torch.dtype) -> None:
-        """None: the C++ kernels add nothing up over ranks."""
+        return SummedMatrix(self.part.like(stored, bias), self._joined, self._share)
 
 
-class GatheredMatrix(Matrix):
+class GatheredMatrix(PartMatrix):
     """A rank's outputs of a matrix whose channels the ranks make together: they are gathered before the product, as its
     outputs are behind it, so that a product is that of the whole matrix, bit for bit. ``share``: as of
     :class:`SummedMatrix`."""
 
-    def __init__(self, part: Matrix, joined: Joined, share: Share) -> None:
-        self._part, self._joined, self._share = part, joined, share
-        self.format, self.weight, self.bias, self.channels = part.format, part.weight, part.bias, part.channels
+    def __init__(self, part: Matrix, joined: Joined, share: Share = (0, 1)) -> None:
+        super().__init__(part)
+        self._joined, self._share = joined, share
 
-    @property
-    def stored(self) -> tuple[Tensor, ...]:
-        """See :class:`Matrix`."""
-        return self._part.stored
-
-    @property
-    def outputs(self) -> int:
-        """Those of this rank's part."""
-        return self._part.outputs
+    def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
+        """See :class:`PartMatrix`: ``x`` has this rank's channels, the product the outputs of all ranks."""
+        ranks = self._joined()
+        return torch.cat(ranks.gather(product(torch.cat(ranks.gather(x), 1), self.part)), 1)
 
     def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> GatheredMatrix:
         """See :class:`Matrix`."""
-        return GatheredMatrix(self._part.like(stored, bias), self._joined, self._share)
+        return GatheredMatrix(self.part.like(stored, bias), self._joined, self._share)
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+
+class VocabularyMatrix(PartMatrix):
+    """A rank's part of a head by its tokens, the last one's filled up to as many: all ranks' logits are gathered, so
+    that all have the same ones. ``tokens``: of all parts."""
+
+    def __init__(self, part: Matrix, tokens: int, joined: Joined) -> None:
+        super().__init__(part)
+        self._tokens, self._joined = tokens, joined
+
+    def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
+        """See :class:`PartMatrix`."""
+        return torch.cat(self._joined().gather(product(x, self.part)), 1)[:, : self._tokens]
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> VocabularyMatrix:
         """See :class:`Matrix`."""
-        return self._part.rows(ids, dtype)
-
-    def product(self, x: Tensor) -> Tensor:
-        """See :class:`Matrix`: ``x`` has this rank's channels, the product the outputs of all ranks."""
-        ranks = self._joined()
-        whole = torch.cat(ranks.gather(_own_channels(x, self._share)), 1)
-        return torch.cat(ranks.gather(self._part.product(whole)), 1)
+        return VocabularyMatrix(self.part.like(stored, bias), self._tokens, self._joined)
 
 
-Share = tuple[int, int]
+def _head(head: Matrix, rank: int, ranks: int, joined: Joined) -> Matrix:
+    """What a rank has of the head: all of one that is of no plain numbers."""
+    if type(head) is not DenseMatrix:
+        return head
+    tokens, each = head.outputs, -(-head.outputs // ranks)
+    rows = slice(rank * each, (rank + 1) * each)
+    own, bias = head.weight[rows], None if head.bias is None else head.bias[rows]
+    short = each - len(own)
+    if short:
+        own, bias = pad(own, (0, 0, 0, short)), None if bias is None else pad(bias, (0, short))
+    return VocabularyMatrix(_own(DenseMatrix(own, bias)), tokens, joined)
+
+
+def _own(matrix: Matrix) -> Matrix:
+    """The matrix in memory of its own on a GPU, so that the whole of which it is a part can go."""
+    if not matrix.weight.is_cuda:
+        return matrix
+    return matrix.like([one.clone() for one in matrix.stored], None if matrix.bias is None else matrix.bias.clone())
 
 
 def _own_channels(x: Tensor, share: Share) -> Tensor:
@@ -145,10 +173,19 @@ def _part(layer: LayerWeights, part: HeadPart, rank: int, ranks: int, joined: Jo
     copy = rank % part.copies, part.copies
 
     def heads(matrix: Matrix) -> Matrix:
-        return matrix.split([matrix.outputs // part.parts] * part.parts)[part.number]
+        return _own(matrix.split([matrix.outputs // part.parts] * part.parts)[part.number])
 
     def outputs(matrix: Matrix) -> Matrix:
-        return matrix.split([matrix.outputs // ranks] * ranks)[rank]
+        return _own(matrix.split([matrix.outputs // ranks] * ranks)[rank])
+
+    def together(own: Callable[[Matrix], Matrix], whole: Matrix | None, names: tuple[str, ...]) -> dict[str, Matrix]:
+        """A rank's ``own`` parts of matrices of which kernels read those of one name as one; ``whole``: as one, if they
+        do."""
+        parts = [own(getattr(layer, name)) for name in names[1:]]
+        if whole is None:
+            return dict(zip(names[1:], parts))
+        one = parts[0].join(parts)
+        return {names[0]: one, **dict(zip(names[1:], one.split([part.outputs for part in parts])))}
 
     def channels(matrix: Matrix, share: Share) -> Matrix:
         if matrix.passes(row_passes) is not row_passes:
@@ -159,15 +196,11 @@ def _part(layer: LayerWeights, part: HeadPart, rank: int, ranks: int, joined: Jo
         if not isinstance(matrix, DenseMatrix):
             return GatheredMatrix(outputs(matrix), joined, share)
         own = matrix.weight.chunk(ranks, 1)[rank].contiguous()
-        return SummedMatrix(own, matrix.bias if rank == 0 else None, joined, share)
+        return SummedMatrix(DenseMatrix(own, matrix.bias if rank == 0 else None), joined, share)
 
-    made = replace(
-        layer,
-        query=heads(layer.query),
-        key=heads(layer.key),
-        value=heads(layer.value),
-        output=channels(layer.output, copy),
-    )
+    projected: dict[str, Any] = together(heads, layer.joined, ("joined", "query", "key", "value"))
+    made = replace(layer, output=channels(layer.output, copy), **projected)
     if layer.gate.outputs % ranks:
         return made
-    return replace(made, gate=outputs(layer.gate), up=outputs(layer.up), down=channels(layer.down, (0, 1)))
+    inner: dict[str, Any] = together(outputs, layer.both, ("both", "gate", "up"))
+    return replace(made, down=channels(layer.down, (0, 1)), **inner)

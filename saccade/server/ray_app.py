@@ -160,6 +160,11 @@ def application(
     assert server.deadline is not None
     if 0 < fleet.gpus < 1 and engine.kv_memory in (None, PROFILE):
         raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
+    ranks = engine.tensor_parallel_size
+    if ranks > 1 and fleet.gpus not in (0, ranks):
+        raise SaccadeError(
+            f"tensor_parallel_size={ranks} takes {ranks} GPUs a replica, or none; got --replica-gpus {fleet.gpus:g}"
+        )
     # A replica goes on with what another one has stored. What "auto" found here says nothing about the machines that
     # replicas run on.
     shared = engine.session_dir is not None or engine.kv_disk is not None

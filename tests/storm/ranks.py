@@ -37,6 +37,7 @@ from saccade.methods.policy import Policy
 
 EACH = 400  # requests an engine gets, if it lives so long
 HANGS = 1.5  # seconds after which a stopped process counts as hanging, here
+FEW = ["dense", "quest(budget=64)", "arkvale(budget=64, unit=kv_head)"]  # on GPUs, whose kernels are compiled
 PATIENCE = 60.0  # seconds that an engine that lost one may take to end all requests
 
 
@@ -65,10 +66,11 @@ class Round(Ledger):
         return None if self.link.lost is not None else super().take()
 
 
-def storm(requests: int, seed: int = 0, ranks: int = 2, each: int = EACH) -> dict[str, Any]:
+def storm(requests: int, seed: int = 0, ranks: int = 2, each: int = EACH, device: str = "cpu") -> dict[str, Any]:
     """Run it; what happened. AssertionError for what does not hold."""
     policies = [one.text for one in EVERY if why_not(one) is None]
     policies += [text for text in MIXED if why_not(Policy.parse(text)) is None]
+    policies = policies if device == "cpu" else FEW
     torch.set_num_threads(1)
     done: Counter[str] = Counter()
     ends: Counter[str] = Counter()
@@ -76,8 +78,9 @@ def storm(requests: int, seed: int = 0, ranks: int = 2, each: int = EACH) -> dic
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
         heads = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks}
+        heads |= {} if device == "cpu" else {"head_dim": 32}  # which a GPU's kernels read
         checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, **heads)
-        settings: dict[str, Any] = {"dtype": "float32", "prefill_chunk": 64, "threads": 1, "device": "cpu"}
+        settings: dict[str, Any] = {"dtype": "float32", "prefill_chunk": 64, "threads": 1, "device": device}
         quiet = LLM(checkpoint, kv_memory="8MiB", enable_prefix_caching=False, **settings)
         asks, talks = questions(quiet, policies, seed)
         quiet.close()
@@ -131,8 +134,10 @@ def main() -> None:
     parser.add_argument("requests", type=int, nargs="?", default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--each", type=int, default=EACH)
+    parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
-    print(storm(chosen.requests, chosen.seed, chosen.ranks), file=sys.stdout)
+    print(storm(chosen.requests, chosen.seed, chosen.ranks, chosen.each, chosen.device), file=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,6 +10,39 @@ from torch import Tensor
 from saccade.engine.memory.sequence_memory import Cut
 from saccade.engine.steps.step import StepInput
 from saccade.kv.saved import SavedKV
+from saccade.methods.policy import Policy
+
+
+class Run(NamedTuple):
+    """See ``Worker.run``. ``forget``: counts, by request and name, that nobody asks for any more."""
+
+    step: StepInput
+    times: int
+    goes_on: bool
+    forget: tuple[tuple[int, Hashable], ...]
+
+
+class Decision(NamedTuple):
+    """Within a step on a device: what the first rank does, of which ``said`` is what must be alike."""
+
+    taken: bool
+    said: Hashable
+
+
+class TakeCounts(NamedTuple):
+    """Tell what was counted of a request under a name; the ranks gather it."""
+
+    request: int
+    name: Hashable
+
+
+class RecordStep(NamedTuple):
+    """See ``Preparing.record``: the step ``number`` of those that ``policy`` takes. 0 is there even without one."""
+
+    policy: Policy
+    requests: int
+    longest: int
+    number: int
 
 
 class Fork(NamedTuple):
@@ -87,4 +121,19 @@ class LoadRows(NamedTuple):
     rows: int | None
 
 
-Message = StepInput | BeginTurn | Settled | ForgetStates | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows
+Message = (
+    Run
+    | Decision
+    | TakeCounts
+    | RecordStep
+    | BeginTurn
+    | Settled
+    | ForgetStates
+    | Fork
+    | Truncate
+    | Free
+    | Save
+    | SaveRows
+    | Load
+    | LoadRows
+)

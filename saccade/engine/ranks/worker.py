@@ -7,44 +7,68 @@ others are never longer than the engine's, so its pool, of as many blocks, speak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from saccade.engine.attention import AttentionBackend, StepFailedError
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved_memory import SavedMemory
 from saccade.engine.memory.sequence_memory import Cut
-from saccade.engine.ranks.counts import LateOfAll, RankCounts, fold_counts, join_counts, share_counts
-from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.counts import (
+    DENSE,
+    LateOfAll,
+    LateOfRanks,
+    RankCounts,
+    exchange,
+    fold_counts,
+    join_counts,
+    share_counts,
+)
+from saccade.engine.ranks.leads import FirstLead, OtherLead
+from saccade.engine.ranks.link import Group, RankGroup, RankLink, RanksLost, others_fail
 from saccade.engine.ranks.messages import (
     BeginTurn,
+    Decision,
     ForgetStates,
     Fork,
     Free,
     Load,
     LoadRows,
     Message,
+    RecordStep,
+    Run,
     Save,
     SaveRows,
     Settled,
+    TakeCounts,
     Truncate,
 )
+from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.rank_limits import check_policy
-from saccade.engine.steps.step import StepInput, StepResult
+from saccade.engine.steps.step import StepInput, StepResult, results_of
+from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.watch.phase_stats import Late
 from saccade.engine.worker import Worker
-from saccade.errors import PolicyError, whole_number
+from saccade.errors import PolicyError, SaccadeError, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
 from saccade.selection.head_part import HeadPart
+
+if TYPE_CHECKING:
+    from saccade.engine.device.prepare import Prepared
 
 
 class SharedMemories(Memories):
@@ -149,19 +173,88 @@ class SharedMemories(Memories):
             self._link.tell(message)
 
 
-class FirstRank(Worker):
+class RankWorker(Worker):
+    """What the workers of all ranks do alike."""
+
+    def group_of(self) -> Group:
+        """What joins the ranks."""
+        raise NotImplementedError
+
+    def _served(
+        self, backend: AttentionBackend, step: StepInput, which: Sequence[int], result: StepResult
+    ) -> tuple[list[int], list[int]]:
+        """Over tiers each rank's memory holds other blocks: a device serves requests for which it can on all ranks, and
+        all of whose blocks are resident there."""
+        served, left = super()._served(backend, step, which, result)
+        if backend is not self.device or not which or not any(_tiered(step, self.memories)):
+            return served, left
+        pools = [self.memories[step.scheduled[number].sequence_id].kv.pool for number in which]
+        own = [number in left or pool.absent > 0 for number, pool in zip(which, pools)]
+        count = self.group_of().sum(torch.tensor(own, dtype=torch.float32, device="cpu")).tolist()
+        for number, ranks in zip(which, count):
+            if ranks and number in served:
+                results_of(result.requests, step.scheduled[number])[
+                    0
+                ].passed_on = "a rank's KV blocks are not all resident"
+        return [n for n, ranks in zip(which, count) if not ranks], [n for n, ranks in zip(which, count) if ranks]
+
+    def _note_failed(self, step: StepInput, result: StepResult, error: StepFailedError) -> None:
+        """Another rank's device has not failed: nothing can go on in its stead."""
+        raise error
+
+
+class FirstRank(RankWorker):
     """The worker of the rank that has the engine. A step is the others', too; once one of them is gone every step
     raises RanksLost."""
 
-    def __init__(self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link, setting.part))
+    def __init__(
+        self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool, cuda_graphs: bool = False
+    ) -> None:
+        records = cuda_graphs and link.group.records
+        super().__init__(runner, setting, exact, records, memories=SharedMemories(link, setting.part))
         self._link = link
-        self._late: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
+        self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
+        self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
+        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what nobody asks for any more
+        self.lead()
+
+    def lead(self) -> None:
+        """Say what all devices do."""
+        if self.device is not None:
+            self.device.lead = FirstLead(self._link)
+
+    def group_of(self) -> Group:
+        """See RankWorker."""
+        return self._link.group
+
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int
+    ) -> Prepared | None:
+        """See Worker."""
+        if self.device is None:
+            return None
+        told: list[int] = []
+
+        def tell(number: int) -> None:
+            told.append(number)
+            self._link.tell(RecordStep(policy, requests, longest, number))
+
+        try:
+            with self._link.in_step():
+                done = self.device.prepare(pool, policy, requests, longest, seconds, share, tell)
+        except BaseException as error:
+            raise self._link.lose(error) from error
+        if done.recorded < len(told):
+            raise self._link.lose(SaccadeError("a step could not be recorded, of which the log says more"))
+        return done
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
-        self._link.tell(step)
+        forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
+        goes_on = goes_on and not any(_tiered(step, self.memories))
+        self._link.tell(Run(step, times, goes_on, forget))
         try:
-            result = super().run(step, times, goes_on)
+            with self._link.in_step():
+                result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(_failed(step, result)):  # a rank may be lost behind the last sum
                 fold_counts(step, result, _tiered(step, self.memories))
                 group, own = self._link.group, _failed(step, result)
@@ -172,7 +265,7 @@ class FirstRank(Worker):
                 heads = self.setting.part
                 told = share_counts(group, step, result, good)[:: heads.copies]
                 join_counts(heads.parts, step, result, good, told)
-                self._count_late(result, told)
+                self._count_late(step, result, told)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
@@ -180,38 +273,78 @@ class FirstRank(Worker):
             raise lost from error
         return result
 
-    def _count_late(self, result: StepResult, told: list[RankCounts]) -> None:
-        """Count what kernels did beside the calls, of the heads of all ranks."""
+    def _count_late(self, step: StepInput, result: StepResult, told: list[RankCounts]) -> None:
+        """Have counted what kernels did beside the calls, of the heads of all ranks."""
+        dense = {one.request_id: one.policy == DENSE for one in step.scheduled}
         for number, found in result.requests.items():
             for name, own in found.late.items():
-                late = self._late.setdefault((number, name), LateOfAll())
-                late.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
+                if isinstance(own, LateOfAll):
+                    folded = self._folded.setdefault((number, name), LateOfAll())
+                    folded.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
+                    found.late[name] = folded
+                    continue
+                late = self._late.get((number, name))
+                if late is None:
+                    late = LateOfRanks(partial(self._counted, number, name, dense[number]))
+                    self._late[number, name] = late
+                    weakref.finalize(late, self._forgotten.append, (number, name))
+                late.note(own)
                 found.late[name] = late
+
+    def _counted(self, request: int, name: Hashable, dense: bool, own: DeviceCounts) -> Sequence[DeviceCounts]:
+        """What all ranks have counted; as much as the first where they read alike, or the others are lost."""
+        if not dense and self._link.lost is None:
+            try:
+                self._link.tell(TakeCounts(request, name))
+                return exchange(self._link.group, own)[:: self.setting.part.copies]
+            except RuntimeError as error:
+                self._link.lose(error)
+            except RanksLost:
+                pass
+        return [own] * self.setting.part.parts
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         super()._broke(step, result, self._link.lose(error))
 
 
-class OtherRank(Worker):
+class OtherRank(RankWorker):
     """The worker of a rank without an engine, whose sequences have their blocks in ``pool``."""
 
-    def __init__(self, group: RankGroup, pool: BlockManager, runner: HFRunner, setting: Setting, exact: bool) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs=False)
-        self._group, self._pool = group, pool
+    def __init__(
+        self,
+        group: RankGroup,
+        pool: BlockManager,
+        runner: HFRunner,
+        setting: Setting,
+        exact: bool,
+        cuda_graphs: bool = False,
+        steps: SumCounts | None = None,
+    ) -> None:
+        super().__init__(runner, setting, exact, cuda_graphs and group.records)
+        self._group, self._pool, self._steps = group, pool, steps
+        self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
+
+    def group_of(self) -> Group:
+        """See RankWorker."""
+        return self._group
 
     def follow(self, messages: Iterator[Message]) -> None:
         """Do what the first rank says until it says no more. Raises what breaks a pass."""
         memories = self.memories
+        if self.device is not None:
+            self.device.lead = OtherLead(self._group, messages)
         for message in messages:
-            if isinstance(message, StepInput):
-                for one in message.scheduled:
-                    self._open(one.sequence_id)
-                    memories[one.sequence_id].kv.reserve(one.stop)
-                result = self.run(message)
-                fold_counts(message, result, _tiered(message, memories))
-                own = _failed(message, result)
-                failed = others_fail(self._group, own)
-                share_counts(self._group, message, result, [not (bad or other) for bad, other in zip(own, failed)])
+            if isinstance(message, Run):
+                self._follow_step(*message)
+            elif isinstance(message, TakeCounts):
+                late = self._late.get((message.request, message.name))
+                exchange(self._group, DeviceCounts() if late is None else late.take())
+            elif isinstance(message, RecordStep):
+                with self._in_step():
+                    if self.device is None or not self.device.prepare_one(self._pool, *message):
+                        raise SaccadeError("a step could not be recorded, of which the log says more")
+            elif isinstance(message, Decision):
+                raise SaccadeError("a decision beside a step")
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
@@ -240,6 +373,26 @@ class OtherRank(Worker):
             else:
                 memories.free(*message)
 
+    def _in_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._steps is None else self._steps.within(self._group.rank)
+
+    def _follow_step(
+        self, step: StepInput, times: int, goes_on: bool, forget: tuple[tuple[int, Hashable], ...]
+    ) -> None:
+        for key in forget:
+            self._late.pop(key, None)
+        for one in step.scheduled:
+            self._open(one.sequence_id)
+            self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
+        with self._in_step():
+            result = self.run(step, times, goes_on)
+        fold_counts(step, result, _tiered(step, self.memories))
+        own = _failed(step, result)
+        failed = others_fail(self._group, own)
+        share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
+        for number, found in result.requests.items():
+            self._late |= {(number, name): late for name, late in found.late.items() if not isinstance(late, LateOfAll)}
+
     def _open(self, sequence: int) -> None:
         """A memory for a sequence that this rank meets for the first time."""
         if sequence not in self.memories:
@@ -260,7 +413,7 @@ def _tiered(step: StepInput, memories: Memories) -> list[bool]:
 HEADS = ("kv/k", "kv/v", "k", "v")  # tensors of keys and values, [layers, kv_heads, tokens, head_dim]
 
 
-def _gathered(group: RankGroup, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
+def _gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
     """Keys and values with the heads of all ranks, ``copies`` of which have the same; each calls it for tensors of the
     same names."""
     return {name: torch.cat(group.gather(own[name])[::copies], 1) for name in HEADS if name in own}

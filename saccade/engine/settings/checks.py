@@ -96,7 +96,7 @@ class Checks:
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""
-        check_policy(self.ranks, policy, self.pool.tiers is not None)
+        check_policy(self.ranks, policy, self.pool.tiers is not None, self.model.device.type == "cuda")
         freeze = policy.freeze
         if self.pool.format.joined and getattr(policy.decode, "certify", False):
             raise PolicyError(f"'{policy.decode.text}': {self._no_certificate}; leave certify out")
