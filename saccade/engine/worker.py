@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -157,11 +157,17 @@ class Worker:
 
     def replay(self, step: StepInput) -> StepResult:
         """Run decode rows as if no method knew anything, and take back what that leaves."""
+        with self.replaying(step):
+            return self.run(step)
+
+    @contextmanager
+    def replaying(self, step: StepInput) -> Iterator[None]:
+        """Within it no method of the rows of ``step`` knows anything; what they leave is taken back."""
         with ExitStack() as held:
             for one in step.scheduled:
                 held.enter_context(self.memories[one.sequence_id].without_method())
             try:
-                return self.run(step)
+                yield
             finally:
                 for one in step.scheduled:
                     kv = self.memories[one.sequence_id].kv

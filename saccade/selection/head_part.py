@@ -34,6 +34,11 @@ class HeadPart:
         """Whether it is all there is."""
         return self.parts == 1
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process has a part, or the same."""
+        return self.parts * self.copies == 1
+
     def global_head(self, kv_head: int, kv_heads: int) -> int:
         """The number in the model of this part's ``kv_head``, of ``kv_heads``."""
         return self.number * kv_heads + kv_head

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,6 +20,19 @@ class Run(NamedTuple):
     times: int
     goes_on: bool
     forget: tuple[tuple[int, Hashable], ...]
+
+
+class Replay(NamedTuple):
+    """See ``Worker.replay``."""
+
+    step: StepInput
+
+
+class Audits(NamedTuple):
+    """What is audited of the next step's rows, by request: the KV heads of the model by layer, and ``RowAudit.whole``;
+    the ranks gather what they found."""
+
+    drawn: dict[int, tuple[Mapping[int, list[int]], bool]]
 
 
 class Decision(NamedTuple):
@@ -70,6 +83,12 @@ class BeginTurn(NamedTuple):
     sequence: int
     reached: int
     keeps: bool
+
+
+class BeginDrafts(NamedTuple):
+    """See ``Memories.begin_drafts``; nothing is carried."""
+
+    sequence: int
 
 
 class Settled(NamedTuple):
@@ -123,10 +142,13 @@ class LoadRows(NamedTuple):
 
 Message = (
     Run
+    | Replay
+    | Audits
     | Decision
     | TakeCounts
     | RecordStep
     | BeginTurn
+    | BeginDrafts
     | Settled
     | ForgetStates
     | Fork

@@ -36,6 +36,8 @@ from saccade.engine.ranks.counts import (
 from saccade.engine.ranks.leads import FirstLead, OtherLead
 from saccade.engine.ranks.link import Group, RankGroup, RankLink, RanksLost, others_fail
 from saccade.engine.ranks.messages import (
+    Audits,
+    BeginDrafts,
     BeginTurn,
     Decision,
     ForgetStates,
@@ -45,6 +47,7 @@ from saccade.engine.ranks.messages import (
     LoadRows,
     Message,
     RecordStep,
+    Replay,
     Run,
     Save,
     SaveRows,
@@ -55,7 +58,9 @@ from saccade.engine.ranks.messages import (
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.rank_limits import check_policy
+from saccade.engine.steps.carried import Carried
 from saccade.engine.steps.step import StepInput, StepResult, results_of
+from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit, RowAudit
 from saccade.engine.watch.device_counts import DeviceCounts
 from saccade.engine.watch.phase_stats import Late
 from saccade.engine.worker import Worker
@@ -105,6 +110,10 @@ class SharedMemories(Memories):
     def begin_turn(self, sequence: int, reached: int, keeps: bool) -> None:
         super().begin_turn(sequence, reached, keeps)
         self._tell(BeginTurn(sequence, reached, keeps))
+
+    def begin_drafts(self, sequence: int, carried: Carried | None) -> None:
+        super().begin_drafts(sequence, None)  # verified rows are attended one by one, which leaves nothing
+        self._tell(BeginDrafts(sequence))
 
     def settled(self, sequence: int) -> None:
         super().settled(sequence)
@@ -216,6 +225,7 @@ class FirstRank(RankWorker):
         self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
         self._forgotten: deque[tuple[int, Hashable]] = deque()  # what nobody asks for any more
+        self._replays = False  # whether a step is a replay
         self.lead()
 
     def lead(self) -> None:
@@ -251,7 +261,10 @@ class FirstRank(RankWorker):
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         goes_on = goes_on and not any(_tiered(step, self.memories))
-        self._link.tell(Run(step, times, goes_on, forget))
+        audits = self.setting.watch.audits
+        if audits:
+            self._link.tell(Audits({number: (one.drawn, one.whole) for number, one in audits.items()}))
+        self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
         try:
             with self._link.in_step():
                 result = super().run(step, times, goes_on)
@@ -266,12 +279,31 @@ class FirstRank(RankWorker):
                 told = share_counts(group, step, result, good)[:: heads.copies]
                 join_counts(heads.parts, step, result, good, told)
                 self._count_late(step, result, told)
+                if audits:
+                    self._take_audits(audits)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
                 raise
             raise lost from error
         return result
+
+    def replay(self, step: StepInput) -> StepResult:
+        """See Worker."""
+        self._replays = True
+        try:
+            return super().replay(step)
+        finally:
+            self._replays = False
+
+    def _take_audits(self, audits: Mapping[int, RowAudit]) -> None:
+        """Count what the others found of their heads."""
+        own: dict[int, Findings] = {}  # which have been counted
+        for findings in exchange(self._link.group, own)[:: self.setting.part.copies][1:]:
+            for number, one in findings.items():
+                audits[number].audit.left_out += one.left_out
+                for found in one.found:
+                    audits[number].audit.found(*found)
 
     def _count_late(self, step: StepInput, result: StepResult, told: list[RankCounts]) -> None:
         """Have counted what kernels did beside the calls, of the heads of all ranks."""
@@ -336,6 +368,15 @@ class OtherRank(RankWorker):
         for message in messages:
             if isinstance(message, Run):
                 self._follow_step(*message)
+            elif isinstance(message, Replay):
+                with self.replaying(message.step):
+                    self._follow_step(message.step, 1, False, ())
+            elif isinstance(message, Audits):
+                first = self.setting.part.global_head(0, self.setting.spec.kv_heads)
+                self.setting.watch.audits = {
+                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, first)
+                    for number, (drawn, whole) in message.drawn.items()
+                }
             elif isinstance(message, TakeCounts):
                 late = self._late.get((message.request, message.name))
                 exchange(self._group, DeviceCounts() if late is None else late.take())
@@ -363,6 +404,8 @@ class OtherRank(RankWorker):
                 memories.begin_turn(*message)
             elif message.sequence not in memories:  # one that has not run a step
                 continue
+            elif isinstance(message, BeginDrafts):
+                memories.begin_drafts(message.sequence, None)
             elif isinstance(message, Settled):
                 memories.settled(*message)
             elif isinstance(message, ForgetStates):
@@ -390,6 +433,12 @@ class OtherRank(RankWorker):
         own = _failed(step, result)
         failed = others_fail(self._group, own)
         share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
+        audits, self.setting.watch.audits = self.setting.watch.audits, {}
+        if audits:
+            noted = {number: one.audit for number, one in audits.items()}
+            exchange(
+                self._group, {number: one.findings for number, one in noted.items() if isinstance(one, HeadsAudit)}
+            )
         for number, found in result.requests.items():
             self._late |= {(number, name): late for name, late in found.late.items() if not isinstance(late, LateOfAll)}
 

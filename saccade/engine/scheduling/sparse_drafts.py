@@ -258,6 +258,8 @@ class SparseDrafts:
         """Whether all rows are attended at once: where nobody learns from single ones, or looks on, and the last bit
         may hang on how many there are."""
         regime = self.model.runner.rope_regime
+        if not self.worker.setting.part.is_alone:  # which rows stay is told to one process alone
+            return False
         if self.worker.exact or _has_state(one.request) or self.scheduler.pool.tiers is not None:
             return False
         return self.worker.setting.watch.idle and regime(one.rows.stop) == regime(stop)

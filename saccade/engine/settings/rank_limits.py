@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 # Settings that they do not serve, with the value that these must have.
 LEFT_OUT: dict[str, Any] = {
     "max_token_gap": None,
-    "audit": 0,
-    "audit_steps": 0,
-    "target": None,
 }
-OF_REQUESTS = ("audit", "audit_steps", "target", "certify", "bounds")
+OF_REQUESTS = ("bounds",)
 
 
 def check_config(config: EngineConfig) -> None:
