@@ -283,11 +283,8 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
     _, two = pair
     with pytest.raises(PolicyError, match=r"tensor_parallel_size=2: of psa, its rule asks all heads.*unit=kv_head"):
         two.generate(PROMPTS[0], greedy(), policy="psa(unit=layer)")
-    with pytest.raises(PolicyError, match="drafts are chosen and checked in one process"):
-        two.session("lossless")
-    for name, value in (("audit", 0.5), ("audit_steps", 1.0), ("bounds", 0.1)):
-        with pytest.raises(RequestError, match=f"{name} looks at all heads.*tensor_parallel_size=1"):
-            two.engine.add(PROMPTS[0], replace(greedy(), **{name: value}), Policy())
+    with pytest.raises(RequestError, match=r"bounds=0\.1 of 'etf' are fitted to .* all heads.*tensor_parallel_size=1"):
+        two.engine.add(PROMPTS[0], greedy(bounds=0.1), Policy.parse("quest+etf"))
     with pytest.raises(RequestError, match="observe with tensor_parallel_size=1"), observing(two.engine, print):
         pass
 

@@ -1,12 +1,21 @@
-"""What several processes say of a whole model: audits, drafts, certificates, sessions under other numbers of them."""
+"""What several processes say and keep of a whole model: audits, drafts, certificates, maps, and sessions that go on
+under another number of them; KV heads that several have."""
 
 from __future__ import annotations
 
+import base64
+import logging
+
 import fork_server
+import numpy as np
 import pytest
+from engine_helpers import EVERY, finish
 from rank_helpers import PROMPTS, greedy, make, same
+from tiny_models import make_checkpoint
 
 from saccade import SamplingParams, ranks
+from saccade.engine.messages import MapOrder
+from saccade.methods.policy import Policy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,5 +84,142 @@ def test_audits(pair, policy):
     assert audits[1][0]["output_error"]["samples"] > 10
 
 
+@pytest.mark.parametrize("policy", ["quest(budget=64)", "cis(k=30)+psaw", "arkvale(budget=64)"])
+def test_certificates_and_maps(pair, policy):
+    """Of all heads, in their order."""
+    reports, maps = [], []
+    for llm in pair:
+        request = llm.engine.add(
+            PROMPTS[0], greedy(10, seed=3, bounds=0.7), Policy.parse(policy), map_order=MapOrder((0, 2), 32)
+        )
+        finish(llm.engine)
+        reports.append(request.report.as_dict()["bounds"])
+        maps.append(request.maps.as_dict())
+    mine, theirs = reports
+    assert theirs["steps"] == mine["steps"] > 3
+    for name, one in mine["certificates"].items():
+        other = theirs["certificates"][name]
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert _flat(other) == pytest.approx(_flat(one), rel=1e-3, abs=1e-3), name
+    assert maps[0].keys() == maps[1].keys()
+    assert len(maps[0]["maps"]) == len(maps[1]["maps"]) == 4
+    for one, other in zip(*(found["maps"] for found in maps), strict=True):
+        assert one["heads"] == other["heads"] == 4
+        assert one["density"] == pytest.approx(other["density"])
+        assert one["mass"] == pytest.approx(other["mass"], abs=1e-4)
+        assert one["share"] == other["share"]
+        grids = [np.frombuffer(base64.b64decode(found["read"]), np.uint8).astype(int) for found in (one, other)]
+        assert np.abs(grids[0] - grids[1]).max() <= 1
+
+
+def _flat(found) -> list[float]:
+    if isinstance(found, dict):
+        return [number for name in sorted(found) for number in _flat(found[name])]
+    if isinstance(found, list):
+        return [number for one in found for number in _flat(one)]
+    return [] if found is None else [float(found)]
+
+
 def _numbers(found: dict | None) -> dict:
     return {name: value for name, value in (found or {}).items() if isinstance(value, (int, float))}
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 512}
+MIXED = [
+    "dense",
+    "flexprefill(min_budget=0)+quest(budget=64)",
+    "arkvale(budget=64)",
+    "random(k=20)",
+    "infllm(sinks=32, window=32, budget=32, block_size=32)+h2o(budget=60)",
+    "lossless(draft=quest(budget=64), tokens=2)",
+]
+
+
+@pytest.fixture(scope="module")
+def few_heads(tmp_path_factory):
+    """A model of two KV heads, and its answers in one process to MIXED."""
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("few"), **HEADS)
+    with make(folder, 1, kv_memory="8MiB", exact=False) as llm:
+        return folder, {policy: llm.generate(PROMPTS[:3], greedy(10, seed=1), policy=policy) for policy in MIXED}
+
+
+def test_more_processes_than_kv_heads(few_heads, caplog):
+    """Two processes have each KV head: tokens, counts and audits as of one process, and a line that says so."""
+    folder, answers = few_heads
+    with caplog.at_level(logging.WARNING, "saccade"), make(folder, 4, kv_memory="8MiB", exact=False) as four:
+        assert "2 KV heads for tensor_parallel_size=4: each is stored by 2 processes" in caplog.text
+        assert four.pool.format.kv_heads == 1
+        for policy, wanted in answers.items():
+            own = four.generate(PROMPTS[:3], greedy(10, seed=1), policy=policy)
+            same(wanted, own)
+            for mine, theirs in zip(wanted, own, strict=True):
+                for phase in ("prefill", "decode"):
+                    assert mine.report[phase]["keys_attended"] == theirs.report[phase]["keys_attended"]
+                    assert mine.report[phase]["keys_causal"] == theirs.report[phase]["keys_causal"]
+        audit = four.generate(PROMPTS[0], greedy(6, audit=1.0), policy="topk(k=24)")[0].report["audit"]
+        assert audit["output_error"]["samples"] == audit["places"] == 5 * 2 * 2
+        order = MapOrder((1,), 16)
+        request = four.engine.add(PROMPTS[0], greedy(4), Policy.parse("topk(k=24)"), map_order=order)
+        finish(four.engine)
+        assert [found["heads"] for found in request.maps.as_dict()["maps"]] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [({}, (2, 1, 4, 2)), ({"kv_dtype": "int8"}, (1, 4, 2)), ({"kv_host": "8MiB", "kv_memory": "192KiB"}, (4, 2, 1))],
+    ids=["plain", "int8", "tiers"],
+)
+def test_sessions_go_on_under_another_number(few_heads, tmp_path, options, numbers):
+    """Saved by one number of processes, restored by the next; the last answer is that of a session that stayed."""
+    folder, _ = few_heads
+    settings = {"kv_memory": "8MiB", "exact": False, **options}
+    policy, plain = "flexprefill(min_budget=0)+quest(budget=64)", {**settings, "kv_memory": "8MiB", "kv_host": None}
+    with make(folder, 1, **plain) as llm, llm.session(policy) as session:
+        wanted = [session.generate(PROMPTS[turn % 3][:90], greedy(5)) for turn in range(len(numbers))]
+    path = tmp_path / "saved"
+    for turn, number in enumerate(numbers):
+        with make(folder, number, **settings) as llm:
+            session = llm.session(policy) if turn == 0 else llm.restore(path)
+            assert session.note is None
+            answer = session.generate(PROMPTS[turn % 3][:90], greedy(5))
+            same([wanted[turn]], [answer])
+            assert answer.report["cached_tokens"] == wanted[turn].report["cached_tokens"]
+            session.save(path)
+            session.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_every_method_in_four_processes(tmp_path, kv_heads):
+    """Of four and of two KV heads, which two processes have each."""
+    folder = make_checkpoint("llama", tmp_path, **{**HEADS, "num_key_value_heads": kv_heads})
+    with make(folder, 1, kv_memory="8MiB", exact=False) as one, make(folder, 4, kv_memory="8MiB", exact=False) as four:
+        for policy in EVERY:
+            own = [llm.generate(PROMPTS[:2], greedy(8), policy=policy) for llm in (one, four)]
+            same(*own)
+            for mine, theirs in zip(*own, strict=True):
+                for phase in ("prefill", "decode"):
+                    assert mine.report[phase]["keys_attended"] == theirs.report[phase]["keys_attended"], policy.text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"structured": {"regex": "[ab]{4}c+"}},
+        {"certify": (0.2, 0.1), "policy": "vattention(sinks=16, local=16)"},
+        {"target": 0.9, "policy": "quest(budget=64)"},
+        {"prompt_logprobs": 1, "policy": "topk(k=24)"},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_what_requests_ask_for(pair, params):
+    """Grammars, certificates, targets, scored prompts."""
+    asked = dict(params)
+    policy = asked.pop("policy", "dense")
+    if "structured" in asked:
+        pytest.importorskip("llguidance")
+    own = [llm.generate(PROMPTS[:2], greedy(10, seed=5, **asked), policy=policy) for llm in pair]
+    same(*own)
+    for mine, theirs in zip(*own, strict=True):
+        assert mine.report["decode"].get("certified") == theirs.report["decode"].get("certified")

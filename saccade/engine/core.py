@@ -190,7 +190,7 @@ class Engine:
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
-        self.checks.request(params, map_order)
+        self.checks.request(params, policy)
         asked = policy
         if policy.deferred and shares is not None:
             policy, became = shares.policy, shares.report.became

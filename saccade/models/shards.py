@@ -11,6 +11,7 @@ the channels of all ranks.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from saccade.ops.layer_weights import LayerWeights
 from saccade.ops.matrices import DenseMatrix, Matrix, PartMatrix
 from saccade.selection.head_part import HeadPart
 
+logger = logging.getLogger(__name__)
+
 
 class Ranks(Protocol):
     """What joins the ranks of a model; each calls the same, for tensors of one shape and dtype, in the same order."""
@@ -46,7 +49,7 @@ Joined = Callable[[], Ranks]  # asked for at each product: parts are made before
 def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
     """The shape of one rank's part. ModelError where the KV heads cannot be shared out evenly, or have no such number
     of ranks each."""
-    fitting = [count for count in range(1, spec.heads + 1) if _fits(spec, count)]
+    fitting = fitting_ranks(spec.heads, spec.kv_heads, spec.head_dim)
     if ranks not in fitting:
         raise ModelError(
             f"tensor_parallel_size={ranks} cannot share out the model's {spec.kv_heads} KV heads evenly; "
@@ -56,12 +59,12 @@ def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
     return replace(spec, heads=spec.heads // parts, kv_heads=spec.kv_heads // parts)
 
 
-def _fits(spec: ModelSpec, ranks: int) -> bool:
-    """Whether each rank gets as many KV heads, or each KV head as many ranks, which divide the output matrix's
-    channels evenly."""
-    if ranks <= spec.kv_heads:
-        return spec.kv_heads % ranks == 0
-    return ranks % spec.kv_heads == 0 and spec.heads * spec.head_dim % ranks == 0
+def fitting_ranks(heads: int, kv_heads: int, head_dim: int) -> list[int]:
+    """Numbers of ranks of which each gets as many KV heads, or of which each KV head gets as many: these divide the
+    output matrix's channels evenly."""
+    fewer = [ranks for ranks in range(1, kv_heads + 1) if kv_heads % ranks == 0]
+    more = range(2 * kv_heads, heads + 1, kv_heads)
+    return [*fewer, *(ranks for ranks in more if heads * head_dim % ranks == 0)]
 
 
 def release(device: torch.device) -> None:
@@ -80,6 +83,12 @@ def shard_model(model: LoadedModel, rank: int, ranks: int, joined: Joined) -> Lo
         raise ModelError(
             f"tensor_parallel_size={ranks} is for models whose layers are Llama's (docs/models.md), not "
             f"{spec.family}; use tensor_parallel_size=1"
+        )
+    if part.copies > 1 and rank == 0:
+        logger.warning(
+            "%d KV heads for tensor_parallel_size=%d: each is stored by %d processes, which attend for all query heads "
+            "that read it",
+            *(model.spec.kv_heads, ranks, part.copies),
         )
     layers = [_part(layer, part, rank, ranks, joined) for layer in whole.weights.layers]
     head = _head(whole.weights.head, rank, ranks, joined)

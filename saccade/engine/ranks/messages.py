@@ -9,6 +9,8 @@ from torch import Tensor
 
 from saccade.engine.memory.sequence_memory import Cut
 from saccade.engine.steps.step import StepInput
+from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.maps import Maps
 from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 
@@ -33,6 +35,19 @@ class Audits(NamedTuple):
     the ranks gather what they found."""
 
     drawn: dict[int, tuple[Mapping[int, list[int]], bool]]
+
+
+class Look(NamedTuple):
+    """Whose rows of the next step are looked at, as (request, what looks); and what looks, where it is new."""
+
+    at: tuple[tuple[int, Hashable], ...]
+    fresh: dict[tuple[int, Hashable], Maps | Bounds]
+
+
+class TakeSeen(NamedTuple):
+    """Tell what was seen of a request's own heads; the ranks gather it."""
+
+    at: tuple[int, Hashable]
 
 
 class Decision(NamedTuple):
@@ -144,6 +159,8 @@ Message = (
     Run
     | Replay
     | Audits
+    | Look
+    | TakeSeen
     | Decision
     | TakeCounts
     | RecordStep

@@ -35,6 +35,7 @@ from saccade.engine.ranks.counts import (
 )
 from saccade.engine.ranks.leads import FirstLead, OtherLead
 from saccade.engine.ranks.link import Group, RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.looks import Looks, looking, seen_by
 from saccade.engine.ranks.messages import (
     Audits,
     BeginDrafts,
@@ -45,6 +46,7 @@ from saccade.engine.ranks.messages import (
     Free,
     Load,
     LoadRows,
+    Look,
     Message,
     RecordStep,
     Replay,
@@ -53,6 +55,7 @@ from saccade.engine.ranks.messages import (
     SaveRows,
     Settled,
     TakeCounts,
+    TakeSeen,
     Truncate,
 )
 from saccade.engine.ranks.watch import SumCounts
@@ -61,7 +64,9 @@ from saccade.engine.settings.rank_limits import check_policy
 from saccade.engine.steps.carried import Carried
 from saccade.engine.steps.step import StepInput, StepResult, results_of
 from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit, RowAudit
+from saccade.engine.watch.bounds import Bounds
 from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.watch.maps import Maps
 from saccade.engine.watch.phase_stats import Late
 from saccade.engine.worker import Worker
 from saccade.errors import PolicyError, SaccadeError, whole_number
@@ -226,6 +231,7 @@ class FirstRank(RankWorker):
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
         self._forgotten: deque[tuple[int, Hashable]] = deque()  # what nobody asks for any more
         self._replays = False  # whether a step is a replay
+        self._looks = Looks(link, setting.part)
         self.lead()
 
     def lead(self) -> None:
@@ -262,6 +268,7 @@ class FirstRank(RankWorker):
         forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         goes_on = goes_on and not any(_tiered(step, self.memories))
         audits = self.setting.watch.audits
+        self._looks.tell(self.setting.watch, self._forgotten)
         if audits:
             self._link.tell(Audits({number: (one.drawn, one.whole) for number, one in audits.items()}))
         self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
@@ -355,6 +362,7 @@ class OtherRank(RankWorker):
         super().__init__(runner, setting, exact, cuda_graphs and group.records)
         self._group, self._pool, self._steps = group, pool, steps
         self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
+        self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
 
     def group_of(self) -> Group:
         """See RankWorker."""
@@ -371,6 +379,11 @@ class OtherRank(RankWorker):
             elif isinstance(message, Replay):
                 with self.replaying(message.step):
                     self._follow_step(message.step, 1, False, ())
+            elif isinstance(message, Look):
+                self._seen |= message.fresh
+                self.setting.watch.maps, self.setting.watch.bounds = looking(message.at, self._seen)
+            elif isinstance(message, TakeSeen):
+                exchange(self._group, seen_by(self._seen[message.at]))
             elif isinstance(message, Audits):
                 first = self.setting.part.global_head(0, self.setting.spec.kv_heads)
                 self.setting.watch.audits = {
@@ -424,6 +437,7 @@ class OtherRank(RankWorker):
     ) -> None:
         for key in forget:
             self._late.pop(key, None)
+            self._seen.pop(key, None)
         for one in step.scheduled:
             self._open(one.sequence_id)
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
@@ -433,7 +447,8 @@ class OtherRank(RankWorker):
         own = _failed(step, result)
         failed = others_fail(self._group, own)
         share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
-        audits, self.setting.watch.audits = self.setting.watch.audits, {}
+        audits = self.setting.watch.audits
+        self.setting.watch.begin({})
         if audits:
             noted = {number: one.audit for number, one in audits.items()}
             exchange(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LEFT_OUT: dict[str, Any] = {
     "max_token_gap": None,
 }
-OF_REQUESTS = ("bounds",)
 
 
 def check_config(config: EngineConfig) -> None:
@@ -93,12 +92,11 @@ def _joins(method: Method, where: str | None) -> str | None:
     return method.one_process or next((why for one in inner if (why := _joins(one, where)) is not None), None)
 
 
-def check_request(ranks: int, params: SamplingParams, maps: bool) -> None:
-    """RequestError for what looks at attention, of which a rank has some heads alone."""
-    given = [name for name in OF_REQUESTS if getattr(params, name)]
-    given += ["a selection map"] if maps else []
-    if ranks > 1 and given:
+def check_request(ranks: int, params: SamplingParams, policy: Policy) -> None:
+    """RequestError for what rests on more heads than a rank has."""
+    if ranks > 1 and params.bounds and policy.freeze is not None:
         raise RequestError(
-            f"{given[0]} looks at all heads, of which tensor_parallel_size={ranks} leaves a part to each process; ask "
-            "without it, or use tensor_parallel_size=1"
+            f"bounds={params.bounds:g} of '{policy.freeze.text}' are fitted to the keys of all heads, of which "
+            f"tensor_parallel_size={ranks} leaves a part to each process; ask without them, or use "
+            "tensor_parallel_size=1"
         )
