@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -179,7 +180,7 @@ class SharedMemories(Memories):
             heads = _gathered(self._link.group, own, self._heads.copies)
         except RuntimeError as error:
             raise self._link.lose(error) from error
-        return own | heads
+        return {name: tensor for name, tensor in own.items() if _heads_at(name) is None} | heads
 
     def _tell(self, message: Message) -> None:
         """What became of a sequence; where the others are gone, there is nobody to tell."""
@@ -474,22 +475,36 @@ def _tiered(step: StepInput, memories: Memories) -> list[bool]:
     return [memories[one.sequence_id].kv.pool.tiers is not None for one in step.scheduled]
 
 
-HEADS = ("kv/k", "kv/v", "k", "v")  # tensors of keys and values, [layers, kv_heads, tokens, head_dim]
+def _heads_at(name: str) -> int | None:
+    """The dimension of KV heads of a saved tensor of keys, values or what summarises them; None of others."""
+    if name.removeprefix("kv/") in ("k", "v"):
+        return 1
+    return -2 if name.removeprefix("kv/").startswith("summary/") else None
 
 
 def _gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
-    """Keys and values with the heads of all ranks, ``copies`` of which have the same; each calls it for tensors of the
-    same names."""
-    return {name: torch.cat(group.gather(own[name])[::copies], 1) for name in HEADS if name in own}
+    """Those of ``own`` tensors that have heads, with the heads of all ranks, ``copies`` of which have the same. Each
+    calls it; summaries that not all have made alike are left out."""
+    names = sorted(name for name in own if _heads_at(name) is not None)
+    shapes = repr([(name, own[name].shape, own[name].dtype) for name in names if _heads_at(name) == -2])
+    said = torch.tensor([crc32(shapes.encode())], dtype=torch.int64, device="cpu")
+    alike = all(torch.equal(other, said) for other in group.gather(said))
+    made: dict[str, Tensor] = {}
+    for name in names:
+        dim = _heads_at(name)
+        if dim is not None and (alike or dim == 1):
+            made[name] = torch.cat(group.gather(own[name])[::copies], dim)
+    return made
 
 
 def _parts(tensors: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Keys and values by part of the heads. What is no such tensor is left to those who take it in, and to refuse
-    it."""
+    """Keys, values and summaries by part of the heads. What is no such tensor is left to those who take it in, and to
+    refuse it."""
     made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
     for name, tensor in tensors.items():
-        if name in HEADS and tensor.dim() == 4 and tensor.shape[1] % parts == 0:
-            for part, own in zip(made, tensor.chunk(parts, 1)):
+        dim = _heads_at(name)
+        if dim is not None and tensor.dim() >= 4 and tensor.shape[dim] % parts == 0:
+            for part, own in zip(made, tensor.chunk(parts, dim)):
                 part[name] = own.clone()  # a part of a tensor is pickled with all of it
         else:
             for part in made:
