@@ -499,14 +499,14 @@ def _gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str,
 
 def _parts(tensors: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     """Keys, values and summaries by part of the heads. What is no such tensor is left to those who take it in, and to
-    refuse it."""
+    refuse it; summaries that lack heads, as earlier versions saved them, are made again."""
     made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
     for name, tensor in tensors.items():
         dim = _heads_at(name)
         if dim is not None and tensor.dim() >= 4 and tensor.shape[dim] % parts == 0:
             for part, own in zip(made, tensor.chunk(parts, dim)):
                 part[name] = own.clone()  # a part of a tensor is pickled with all of it
-        else:
+        elif dim != -2:
             for part in made:
                 part[name] = tensor
     return made
