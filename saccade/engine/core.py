@@ -324,6 +324,7 @@ class Engine:
                     outputs.append(self.settling.failed(request, error))
             return outputs
         finally:
+            self.sparse_drafts.settled()
             self._driver.release()
 
     def _too_slow(self) -> list[StepOutput]:
