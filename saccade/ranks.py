@@ -32,11 +32,11 @@ from saccade.engine.ranks.link import (
     send,
     steps_path,
 )
+from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.settings.rank_limits import device_of
 from saccade.errors import brief
 from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
@@ -105,7 +105,7 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     """Be a rank until the first one says no more."""
     config, rank, ranks = start.config, start.rank, start.config.tensor_parallel_size
     torch.set_num_threads(start.threads)
-    device = device_of(config, rank)
+    device = device_of(config.device, rank, ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched there
     store = distributed.FileStore(start.store, ranks)

@@ -13,10 +13,10 @@ from rank_helpers import BLOCKS, CLOSE, LAYERS, PROMPTS, greedy, make, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, ranks
+from saccade.engine.observing import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.rank_limits import why_not
-from saccade.engine.watch.observe import observing
 from saccade.errors import PolicyError, RequestError, SaccadeError
 from saccade.methods import labels, prehoc
 from saccade.methods.offline import KINDS

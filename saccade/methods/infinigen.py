@@ -38,7 +38,7 @@ class InfiniGen(WholeMethod):
     paper: ClassVar[str] = "InfiniGen, arXiv:2406.19707"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     joins_heads: ClassVar[str | None] = "all heads read as many keys as they want on average"
-    host_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
+    rows_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
     watches: ClassVar[bool] = True
 
     alpha: float = 5.0

@@ -163,7 +163,7 @@ class SharedMemories(Memories):
         return own | heads
 
     def _tell(self, message: Message) -> None:
-        """What became of a sequence; where the others are gone, there is nobody to tell."""
+        """What became of a sequence; where the others are gone, it is not sent."""
         with suppress(RanksLost):
             self._link.tell(message)
 
