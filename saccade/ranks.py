@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,9 +161,15 @@ def main() -> None:
     """A rank as a process: the first message is its :class:`Start`."""
     threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
-    for start in messages:
-        serve(start, messages)
-    os._exit(0)  # nothing is left to be written, and taking all modules down takes a second
+    code = 0
+    try:
+        for start in messages:
+            serve(start, messages)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to be written, and taking all modules down takes a second, in which others wait
 
 
 if __name__ == "__main__":
