@@ -333,7 +333,8 @@ class DeviceBackend(DeviceServing):
         assert launched is not None
         kind, buffers = launched.kind, launched.buffers
         for row in _rows(placed):
-            row.kv.reserve(row.scheduled.stop + 1)  # which another process has room for
+            if row.kv.missing_blocks(row.scheduled.stop + 1):  # for which another process has room
+                row.kv.reserve(row.scheduled.stop + 1)
         choice = Choice(kind, placed)
         if choice.draws:
             choice.tokens = self.lead.tokens(choice.tokens)
