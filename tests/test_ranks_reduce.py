@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from saccade.engine.ranks import reduce
+from saccade.engine.ranks import meeting, reduce
 from saccade.engine.ranks.reduce import Alone, GlooReduce, OneShotReduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.errors import SaccadeError
@@ -109,13 +109,13 @@ def test_all_ranks_take_the_same(both, monkeypatch, caplog, trouble):
             made.append(name)
             super().__init__(ranks)
 
-    monkeypatch.delenv(reduce.VARIABLE, raising=False)
-    monkeypatch.setattr(reduce, "NcclReduce", Nccl)
-    monkeypatch.setattr(reduce, "OneShotReduce", OneShot)
-    monkeypatch.setattr(reduce, "_reaches_others", lambda device, rank, ranks: trouble != "apart" or rank == 0)
+    monkeypatch.delenv(meeting.VARIABLE, raising=False)
+    monkeypatch.setattr(meeting, "NcclReduce", Nccl)
+    monkeypatch.setattr(meeting, "OneShotReduce", OneShot)
+    monkeypatch.setattr(meeting, "_reaches_others", lambda device, rank, ranks: trouble != "apart" or rank == 0)
     caplog.set_level(logging.WARNING)
     device = torch.device("cuda", 0)
-    found = both(lambda rank, host: type(reduce.device_reduce(None, rank, 2, device, "name", host)).__name__)
+    found = both(lambda rank, host: type(meeting.device_reduce(None, rank, 2, device, "name", host)).__name__)
     assert found == (("OneShot",) * 2 if trouble is None else ("Nccl",) * 2)
     assert ("no driver for it" in caplog.text) == (trouble in (0, 1))
     assert ("does not reach" in caplog.text) == (trouble == "apart")
@@ -123,20 +123,20 @@ def test_all_ranks_take_the_same(both, monkeypatch, caplog, trouble):
 
 
 def test_what_is_asked_for(monkeypatch):
-    for said in reduce.CHOICES:
-        monkeypatch.setenv(reduce.VARIABLE, said)
-        assert reduce.asked() == tuple(said.split(","))
-        assert reduce.shares_gpus() == ("gloo" in said)
-    monkeypatch.setenv(reduce.VARIABLE, "mpi")
+    for said in meeting.CHOICES:
+        monkeypatch.setenv(meeting.VARIABLE, said)
+        assert meeting.asked() == tuple(said.split(","))
+        assert meeting.shares_gpus() == ("gloo" in said)
+    monkeypatch.setenv(meeting.VARIABLE, "mpi")
     with pytest.raises(SaccadeError, match=r"SACCADE_REDUCE='mpi' must be one of 'one_shot,nccl', 'nccl'"):
-        reduce.asked()
+        meeting.asked()
 
 
 def test_multicast_is_off_while_ranks_meet(monkeypatch):
     """And what was said before stays as it was."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
-    with reduce._quiet():
+    with meeting._quiet():
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         assert os.environ["NCCL_NVLS_ENABLE"] == "1"
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade.engine.ranks.reduce import shares_gpus
+from saccade.engine.ranks.meeting import shares_gpus
 from saccade.errors import SaccadeError
 from saccade.models.target import checked_device
 

@@ -210,7 +210,7 @@ class FirstRank(RankWorker):
         self._link = link
         self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
-        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what nobody asks for any more
+        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
         self.lead()
 
     def lead(self) -> None:
