@@ -18,7 +18,8 @@ from tiers import add_topics
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.suite import make
 from saccade.kv.summaries import summarize
 

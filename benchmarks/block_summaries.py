@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.render import render
 from saccade.eval.suite import make
 from saccade.kv.summaries import summarize

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from saccade.engine.observing import observing
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.answer import answer
 from saccade.eval.setting import Setting, load
 from saccade.eval.sources import find_tasks

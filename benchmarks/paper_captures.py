@@ -1,5 +1,5 @@
 """A model's own queries, keys and values over natural text, and methods that decode over them: what paper_figures.py
-measures. Methods run through their hooks (``begin``, ``select_decode``, ``observe``), as the engine's host path does.
+measures. Methods run through their hooks (``begin``, ``select_decode``, ``observe``), as the engine's row path does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from saccade import LLM, SamplingParams
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.policy import Policy

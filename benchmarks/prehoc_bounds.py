@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.truth import true_rows
 from saccade.ops.prehoc import Fit, drift, fit_changes
 

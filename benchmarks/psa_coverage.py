@@ -22,8 +22,9 @@ from torch import Tensor
 from saccade import LLM
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
+from saccade.engine.observing import observing
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.facts import make_facts, plant
 from saccade.methods.policy import Policy
 from saccade.outputs import finished

@@ -16,8 +16,9 @@ import paper_stats as stats
 import torch
 from torch import Tensor
 
+from saccade.engine.observing import observing
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.truth import true_rows
 from saccade.eval.answer import answer
 from saccade.eval.setting import Setting, load

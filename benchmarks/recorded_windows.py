@@ -20,8 +20,9 @@ from recorded_attention import said
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from saccade.engine.observing import observing
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.truth import true_rows
 from saccade.eval.answer import answer
 from saccade.eval.setting import Setting, load

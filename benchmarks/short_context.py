@@ -27,8 +27,7 @@ from python_overhead import Counter, Step, watch_kernels
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.methods.policy import PRESETS
-from saccade.methods.registry import AROUND, METHODS
+from saccade.methods.registry import AROUND, METHODS, PRESETS
 
 FIRST, LAST = 4, -1  # steps that count: all that decode, without the first ones and the one that ends them
 UNCALIBRATED = {

@@ -2,7 +2,7 @@
 decode step, what the sums between ranks take of them, and what the hardware allows.
 
     python benchmarks/tensor_parallel.py                            # everything, on 1 and 2 GPUs, in one run
-    python benchmarks/tensor_parallel.py --parts sums 8b            # sums by size; the 8B shape
+    python benchmarks/tensor_parallel.py --parts sums 8b:ranks      # sums by size; the 8B shape on 2 GPUs alone
     python benchmarks/tensor_parallel.py --parts tiny --device cpu  # whether it runs, on any machine
 
 Weights are random and made on each rank's device, the same for any number of them; nothing here says anything about
@@ -53,6 +53,8 @@ WINDOW = "streaming(sinks=64, window=512)"  # of the prompts of decode rows
 SPARSE = "flexprefill(lines=block, max_budget={})"  # with a 16th of the prompt some 12 % of its pairs
 FEW, STEPS = 40, 64  # decode steps of short answers, and by how many more long ones take what is timed
 GOALS = {"dense first token": 1.85, "sparse first token": 1.7, "dense decode": 1.75, "arkvale decode": 1.4}
+WAYS = "", ":ranks", ":one", ":bare"  # of a shape: all of these: on several GPUs, on one, on several without sums
+PARTS = ["limits", "sums", *(f"{name}{way}" for name in ("8b", "70b", "tiny") for way in WAYS)]
 NO_SUMS = "SACCADE_BENCH_NO_SUMS"  # of processes that leave sums out
 
 
@@ -224,7 +226,7 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
         if shape.first is not None:
             for what, policy in (
                 ("dense first token", "dense"),
-                ("sparse first token", SPARSE.format(max(128, shape.first // 16))),
+                ("sparse first token", SPARSE.format(max(1024, shape.first // 16))),
             ):
                 attempt(rows, facts | {"what": what}, lambda policy=policy: first(llm, shape.first or 0, vocab, policy))
         llm.close()
@@ -366,7 +368,7 @@ def apart(name: str, ranks: int, device: str, seconds: float, **variables: str) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["sums", "8b", "70b"], choices=["sums", *SHAPES])
+    parser.add_argument("--parts", nargs="+", default=["limits", "sums", "8b", "70b"], choices=PARTS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=110.0, help="of one engine, at most")
@@ -381,17 +383,19 @@ def main() -> None:
         sums(given.sums)
     if given.measure:
         return measure(given.measure[0], int(given.measure[1]), given.device, Rows(OUT))
-    on_gpu = given.device.startswith("cuda")
-    if on_gpu:
-        limits(given.device)
     for part in given.parts:
-        if part == "sums":
+        name, _, which = part.partition(":")
+        if part == "limits":
+            limits(given.device)
+        elif part == "sums":
             all_sums(given.ranks)
-            continue
-        apart(part, given.ranks, given.device, given.seconds)
-        apart(part, 1, given.device, given.seconds)
-        if on_gpu and part == "8b":
-            apart(part, given.ranks, given.device, given.seconds, **{NO_SUMS: "1"})
+        else:
+            if which in ("", "ranks"):
+                apart(name, given.ranks, given.device, given.seconds)
+            if which in ("", "one"):
+                apart(name, 1, given.device, given.seconds)
+            if which in ("", "bare"):
+                apart(name, given.ranks, given.device, given.seconds, **{NO_SUMS: "1"})
     compare(given.ranks)
 
 

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from saccade import LLM, SamplingParams
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.eval.suite import make
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.selection.pieces import read_blocks

@@ -126,7 +126,7 @@ class AntidiagonalTask : TileTask<Math, T> {
         });
     }
 
-    // The last keys' tile is filled up with zeros: what follows in its page is nobody's.
+    // The last keys' tile is filled up with zeros: what follows in its page is undefined.
     void use_tail(int last, int count) {
         if constexpr (kConvert) {
             float* to = x_.k + last * (d_ + kPad);

@@ -1,5 +1,5 @@
 // What blocks will weigh for a query, guessed from the mean and the variance of their keys: the log-sum-exp of a block of
-// normally distributed logits (saccade/ops/block_estimates.py). Every summary is read once.
+// normally distributed logits (saccade/methods/psa/estimates.py). Every summary is read once.
 #pragma once
 
 #include <memory>

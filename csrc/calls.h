@@ -183,7 +183,7 @@ struct Probes {
     const int32_t *indices, *at;  // rising positions; at [count]
     int64_t keys;  // stop - first
     float* lse;    // [heads]
-    const uint8_t* idle = nullptr;  // [heads]: whose lse nobody asks for; null: of none
+    const uint8_t* idle = nullptr;  // [heads]: whose lse is not asked for; null: of none
 };
 
 // Ranked blocks of one row with a stopping rule (saccade/selection/blocks.py). `attention` holds the row, out, lse and
@@ -192,7 +192,7 @@ struct Progressive {
     Attention attention;
     int64_t block_size, units, always_count, ranked, microbatch;
     const int32_t *always, *order;  // [units, always_count], [units, listed]
-    int64_t listed;  // of `ranked` blocks the first so many are known; whoever reads them all without being covered
+    int64_t listed;  // of `ranked` blocks the first so many are known; a row that reads them all without being covered
                      // must be given more
     double epsilon;
     bool least, mean;        // rest="min", stop="mean"

@@ -52,7 +52,7 @@ struct ConvStrip {
         }
     }
 
-    // Once nobody reads the state any more.
+    // Once the state is no longer read.
     void keep() const {
         S* held = state();
         const int64_t stay = std::max<int64_t>(0, c.kept - c.tokens), row = c.x.token;

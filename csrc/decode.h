@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
-constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that nobody asked for ahead
+constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that were not fetched ahead
 constexpr int64_t kManyHeads = 48;     // of one list of keys, from which heads are lanes
 
 struct DecodePlan {

@@ -17,7 +17,7 @@ struct alignas(64) Job {
     Task task;
     void* context;
     bool follows, fits;        // of a root: another one comes at once; all its threads have cores
-    std::exception_ptr error;  // the first; for its owner to read once nobody works on the job any more
+    std::exception_ptr error;  // the first; for its owner to read once no thread works on the job any more
     // The same, but looked at by those who have not joined yet.
     std::atomic<int64_t> count{0};
     std::atomic<Job*> root{nullptr};  // the job that a thread outside of the pool began; all within it take its seats
@@ -26,7 +26,7 @@ struct alignas(64) Job {
     std::atomic<uint64_t> ticket{0};  // of a root: one that no other has had; 0 once it has ended
     std::atomic<bool> failed{false};
 
-    // kOpen, kAwaited, and kHelper for each helper. Nobody joins a job that is not open.
+    // kOpen, kAwaited, and kHelper for each helper. No thread joins a job that is not open.
     alignas(64) std::atomic<uint64_t> state{0};
     alignas(64) std::atomic<int64_t> next{0};
 
@@ -41,10 +41,10 @@ struct alignas(64) Job {
                 return true;
         return false;
     }
-    // Whether the owner sleeps until somebody tells it that this was the last helper.
+    // Whether the owner sleeps until the last helper wakes it.
     bool leave() { return state.fetch_sub(kHelper, std::memory_order_acq_rel) - kHelper == kAwaited; }
 
-    // Never throws: nobody may leave a job while others hold it. After an exception no further task begins.
+    // Never throws: no thread may leave a job while others hold it. After an exception no further task begins.
     void work() noexcept {
         const int64_t stop = count.load(std::memory_order_relaxed);
         try {

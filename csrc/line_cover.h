@@ -1,4 +1,4 @@
-// Greedy covers of sampled attention by lines, LoopServe's Alg. 2 with exact overlaps: saccade/ops/line_cover.py says
+// Greedy covers of sampled attention by lines, LoopServe's Alg. 2 with exact overlaps: saccade/methods/loopserve/line_cover.py says
 // what is computed, and this computes the same to the last bit.
 //
 // Of every line we know the weight it would still bring (gain) and the pairs it would still read (cells). Both only

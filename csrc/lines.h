@@ -15,7 +15,7 @@
 namespace saccade {
 namespace {
 
-constexpr int kBitPad = 256;  // a distance bitmap begins and ends with so many distances that nobody reads
+constexpr int kBitPad = 256;  // a distance bitmap begins and ends with so many distances that are not read
 
 SACCADE_INLINE bool bit(const uint8_t* bits, int64_t i) { return bits[i >> 3] >> (i & 7) & 1; }
 SACCADE_INLINE void set_bit(uint8_t* bits, int64_t i) { bits[i >> 3] |= static_cast<uint8_t>(1 << (i & 7)); }

@@ -14,7 +14,7 @@ struct ListedKeys {
     int before = 0, after = 0;
     int64_t blocks = 0, block_size = 1, probes = 0;
     const double* places = nullptr;  // [probes]: where they lie, shares of all keys, rising
-    double epsilon = 1, decay = 0;   // epsilon 1: nobody is bypassed
+    double epsilon = 1, decay = 0;   // epsilon 1: no head is bypassed
 };
 
 // One layer's knowledge: LFPS's tables and statistics, and tallies float64 [heads + 3] (keys that each head read, keys

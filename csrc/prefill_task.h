@@ -179,7 +179,7 @@ class PrefillTask : TileTask<Math, T> {
             return;
         }
         for (int j = 0; j < step.count; ++j) x_.low[j] = key[j], x_.high[j] = step.until[j];
-        for (int j = step.count; j % kRegKeys; ++j)  // nobody's
+        for (int j = step.count; j % kRegKeys; ++j)  // unused
             x_.low[j] = x_.high[j] = static_cast<int32_t>(first) + kTile;
         for (int lane = 0; lane < kTile; lane += NV * W) {
             BandReach reach(key, step.count, distances, first + lane);
@@ -258,7 +258,7 @@ class PrefillTask : TileTask<Math, T> {
             Simd::store(x_.alpha + lane + v * W, alpha);
         }
         if constexpr (Math::tiles)
-            if (!reach.covers(span_[0], span_[1]))  // tiles multiply what nobody looks at, too
+            if (!reach.covers(span_[0], span_[1]))  // tiles multiply unused lanes, too
                 std::memset(x_.p + span_[0] / 2 * kTile, 0, (span_[1] - span_[0]) / 2 * kTile * sizeof(float));
         reach.each([&](auto from, auto to, int begin, int end) {
             for (int j = begin; j < end; j += Math::per_unit) {

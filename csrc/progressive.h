@@ -23,7 +23,7 @@ struct Running {
 };
 
 // How far a unit has come. Parts are read in any order and by any thread; the rule takes them one after the other. What
-// is written under a lock or before `next` moves on is there for whoever takes the next part.
+// is written under a lock or before `next` moves on is there for the thread that takes the next part.
 struct RuledUnit {
     int64_t next = 0;                  // the part that the rule looks at
     int64_t last = INT64_MAX;          // the part in which it stopped
@@ -109,7 +109,7 @@ struct ProgressivePlan {
     }
 
     // Reads the first `blocks` of a part. With the rule: as far as that goes, if all parts before are known; false where
-    // it has stopped and nobody needs to take this part.
+    // it has stopped and this part need not be taken.
     template <class Math, class T>
     bool read(int64_t unit, int64_t part, int64_t blocks, bool ruled) const {
         const Attention& a = p.attention;
@@ -135,7 +135,7 @@ struct ProgressivePlan {
             if (ruled && batch[now] && (!more || batch[next] != batch[now])) {
                 for (int64_t h = 0; h < rows; ++h) after[(at + h) * batches + batch[now] - 1] = {max[at + h], sum[at + h]};
                 if (!follows && RuledUnit::load(own.next) == part) {
-                    follows = true;  // nobody else takes a part that is not done
+                    follows = true;  // no other thread takes a part that is not done
                     for (int64_t b = 0; b + 1 < batch[now]; ++b)
                         if (covers(unit, part, b)) return stop(unit, part, b, true);
                 }

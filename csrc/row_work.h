@@ -12,7 +12,7 @@
 
 namespace saccade {
 
-// Where a row's time goes, if somebody wants to know.
+// Where a row's time goes, if it is timed.
 class Phases {
   public:
     enum Phase { choosing, reading, count };

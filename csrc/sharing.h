@@ -20,7 +20,7 @@ struct Share {
     const int64_t* positions;
     float tau;
     int64_t last, local;  // keys `last` .. are in the step's own window of `local` keys
-    // Out: the step's directions [units, channels], who shares with nobody, and the keys of the others.
+    // Out: the step's directions [units, channels], which units share with none, and the keys of the others.
     float* direction;
     uint8_t* searching;
     int64_t* offsets;  // [units + 1]

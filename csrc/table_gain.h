@@ -95,7 +95,7 @@ inline void sum_table(const float* values, float* bounds, double* sums, int64_t 
 
 // What one unit's keys gain in a step, as its tables store it, and what becomes of the unit's scale.
 struct UnitGain {
-    bool any = false;  // whether anybody of the unit has a say
+    bool any = false;  // whether any head of the unit has a say
     const int32_t* index = nullptr;
     int64_t count = 0;
     float* gain = nullptr;

@@ -36,11 +36,11 @@ inline void pause() {
 // may be in use.
 class Pool {
   public:
-    // On `threads` threads where nobody called it from within a job.
+    // On `threads` threads where it is not called from within a job.
     void run(Task task, void* context, int64_t count, int threads, bool follows) {
         const bool fits = threads <= cores();
         const int number = taken_.take();
-        if (number < 0) {  // more jobs at a time than there is room for: nobody helps with this one
+        if (number < 0) {  // more jobs at a time than there is room for: no helper joins this one
             for (int64_t i = 0; i < count; ++i) task(context, i);
             return;
         }

@@ -15,7 +15,7 @@ using Task = void (*)(void* context, int64_t index);
 // a pool of its own. Where tasks throw, on whatever thread, no further ones begin, and the first exception is thrown here
 // once those that run have ended.
 //
-// `follows`: another call comes within microseconds, and nobody else's threads are at work until then. Helpers stay
+// `follows`: another call comes within microseconds, and no other threads are at work until then. Helpers stay
 // awake for it a moment before they sleep, unless there are more threads than cores.
 void parallel_for(int64_t count, int threads, Task task, void* context, bool follows = false);
 

@@ -221,7 +221,7 @@ class TileTask {
     const int64_t d_, units_, lanes_, tiles_;
     PrefillScratch x_;
     typename RowReader<T>::Room room_;  // of a step's keys
-    bool lean_ = false;       // nobody looks at lanes that hold no rows: their scores may be anything
+    bool lean_ = false;       // lanes that hold no rows are not read: their scores may be anything
     int key_rows_ = 0;        // of the step
     int span_[2] = {0, 0};    // with tiles: the keys whose scores there are, in whole tiles
     TileRegisters<Math::tiles> registers_;

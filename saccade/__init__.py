@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from saccade.engine.sampling.params import SamplingParams
     from saccade.errors import SaccadeError
     from saccade.llm import LLM
+    from saccade.methods.outside import register
     from saccade.methods.policy import Policy
     from saccade.outputs import CompletionOutput, RequestOutput
     from saccade.session import Session
@@ -28,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "__version__",
+    "register",
 ]
 
 # Threads of torch's OpenMP that spin while they wait take the core that another process, or a kernel thread of ours,
@@ -47,6 +49,7 @@ _HOME = {
     "CompletionOutput": "outputs",
     "SamplingParams": "engine.sampling.params",
     "Policy": "methods.policy",
+    "register": "methods.outside",
     "SaccadeError": "errors",
 }
 

@@ -12,9 +12,9 @@ import torch
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
+from saccade.engine.ranks.places import check_devices
 from saccade.engine.sampling.params import SamplingParams, one_params
 from saccade.engine.settings.config import SESSIONS, EngineConfig
-from saccade.engine.settings.rank_limits import check_devices
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager
 from saccade.machine import folder_and_size, parse_bytes
@@ -66,7 +66,7 @@ class LLM:
         reason = fa4.why_not(checked_device(config.device)) if config.fa4 else None
         if reason is not None:
             raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
-        check_devices(config)
+        check_devices(config.device, config.tensor_parallel_size)
         folder = checkpoint_folder(config.model, config.revision)
         self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
         ranks, link = config.tensor_parallel_size, None

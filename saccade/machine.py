@@ -72,7 +72,7 @@ def folder_and_size(given: Any, what: str, default: str | None = None) -> tuple[
         if not folder or "\0" in folder or size is None:
             raise SaccadeError("no folder, or no size")
         return Path(folder).expanduser(), parse_bytes(size)
-    except (SaccadeError, RuntimeError):  # the latter for the home of nobody
+    except (SaccadeError, RuntimeError):  # the latter for a user without a home
         allowed = "a folder and a size" if default is None else "a folder, or a folder and a size"
         raise SaccadeError(f"{what}={shown(given)} must be {allowed}, such as '~/kept:20GiB'") from None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,11 @@ from saccade.engine.ranks.link import (
     send,
     steps_path,
 )
+from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.settings.rank_limits import device_of
 from saccade.errors import brief
 from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
@@ -106,7 +107,7 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     """Be a rank until the first one says no more."""
     config, rank, ranks = start.config, start.rank, start.config.tensor_parallel_size
     torch.set_num_threads(start.threads)
-    device = device_of(config, rank)
+    device = device_of(config.device, rank, ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched there
     store = distributed.FileStore(start.store, ranks)
@@ -160,9 +161,15 @@ def main() -> None:
     """A rank as a process: the first message is its :class:`Start`."""
     threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
-    for start in messages:
-        serve(start, messages)
-    os._exit(0)  # nothing is left to be written, and taking all modules down takes a second
+    code = 0
+    try:
+        for start in messages:
+            serve(start, messages)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to be written, and taking all modules down takes a second, in which others wait
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Records: named tensors and plain data in one piece, written whole, read with care.
 
 A record is what a safetensors file holds, in a file of its own or as bytes that some store keeps. Its metadata has the
-data as JSON and a checksum of every part, so that what was torn, flipped or written by somebody else is known before it
-is used.
+data as JSON and a checksum of every part, so that what was torn, flipped or written by another program is known before
+it is used.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def encode_record(record: Record) -> bytes:
 
 def checksum(content: Any, about: str = "") -> str:
     """Of the bytes of a buffer, and of a text about them: 32 hexadecimal digits of XXH3. It finds what was torn or
-    flipped; it is no seal against somebody who means harm."""
+    flipped; it is no seal against deliberate changes."""
     digest = xxhash.xxh3_128(content)
     digest.update(about.encode())
     return digest.hexdigest()

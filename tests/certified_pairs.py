@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from saccade import LLM, SamplingParams
+from saccade.engine.observing import observing
 from saccade.engine.watch.estimates import at_most
-from saccade.engine.watch.observe import observing
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.vattention import VAttention

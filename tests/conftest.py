@@ -129,9 +129,9 @@ def solo(llm, prompts) -> list[list[int]]:
 def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
     stored their keys."""
-    from saccade.engine.rows.backend import HostAttention
+    from saccade.engine.rows.attention import RowAttention
 
-    before = {name: vars(HostAttention)[name] for name in ("run", "whole", "context")}
+    before = {name: vars(RowAttention)[name] for name in ("run", "whole", "context")}
     real = before["run"]
 
     def arm(happens: Callable[[], None], phase: str | None = None) -> None:
@@ -139,12 +139,12 @@ def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             out = real(self, layer, *rest)
             if layer == 1 and phase in (None, *(rows.scheduled.phase for rows in self.rows)):
                 for name, one in before.items():
-                    monkeypatch.setattr(HostAttention, name, one)
+                    monkeypatch.setattr(RowAttention, name, one)
                 happens()
             return out
 
-        monkeypatch.setattr(HostAttention, "run", run)
-        monkeypatch.setattr(HostAttention, "whole", lambda self: None)  # one call of all layers has no middle
-        monkeypatch.setattr(HostAttention, "context", property(lambda self: self))  # nor do joined rows tell of theirs
+        monkeypatch.setattr(RowAttention, "run", run)
+        monkeypatch.setattr(RowAttention, "whole", lambda self: None)  # one call of all layers has no middle
+        monkeypatch.setattr(RowAttention, "context", property(lambda self: self))  # nor do joined rows tell of theirs
 
     return arm

@@ -117,7 +117,7 @@ def put_on_device(llm: LLM) -> None:
 
 
 def take_off_device(llm: LLM) -> None:
-    """Have the host path serve all requests."""
+    """Have the row path serve all requests."""
     llm.engine.worker.device = None
 
 

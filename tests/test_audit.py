@@ -12,9 +12,9 @@ from engine_helpers import finish, make, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.observing import observing
 from saccade.engine.watch.audit import Audit, AuditOptions
 from saccade.engine.watch.estimates import Mean, Share, at_most
-from saccade.engine.watch.observe import observing
 from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import RequestError, SaccadeError
 

@@ -12,7 +12,8 @@ from engine_helpers import GREEDY, make, tokens
 from saccade import LLM, SamplingParams
 from saccade.engine.sampling.sampler import Sampler
 from saccade.errors import RequestError, SaccadeError
-from saccade.methods.policy import KNOWN, Policy, parse_part
+from saccade.methods.policy import Policy, parse_part
+from saccade.methods.registry import KNOWN
 
 HUGE = 10**400  # no float holds it
 LONGER = 10**5000  # nor can it be printed

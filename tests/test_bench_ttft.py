@@ -12,7 +12,8 @@ from saccade import LLM
 from saccade.bench import ttft
 from saccade.bench.ttft import COLUMNS, FIRST, at_density, policy_at, prompt
 from saccade.cli.main import main
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.observing import timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods import Policy

@@ -12,8 +12,8 @@ from engine_helpers import make, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.observing import observing
 from saccade.engine.watch.bounds import Certificate, joined
-from saccade.engine.watch.observe import observing
 from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import RequestError
 from saccade.ops.prehoc import dropped_at_most, fit_changes

@@ -367,7 +367,7 @@ def test_mistyped_commands_and_methods_are_answered_with_what_was_meant(capsys):
 
 
 def test_every_method_is_listed_with_phases_paper_and_options(capsys):
-    from saccade.methods.policy import KNOWN
+    from saccade.methods.registry import KNOWN
 
     code, out, _ = run(capsys, "methods", "--json")
     listed = json.loads(out)

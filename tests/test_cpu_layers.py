@@ -15,10 +15,11 @@ from test_cpu_plans import LISTED
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import HostAttention
+from saccade.engine.observing import timing
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.rows.decode_rows import JoinedRows
 from saccade.engine.steps.carried import REGION
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.dense import DenseMethod
@@ -253,7 +254,7 @@ def test_steps_in_one_call_have_the_bits_of_layers_by_themselves(folder, monkeyp
         policies = [one for one in policies if "slash_shift_on_read=false" not in one and "+etf" not in one]
     whole = served(folder, monkeypatch, policies, **options)
     assert whole[2] >= 15  # of the batch, and of the session's turns
-    monkeypatch.setattr(HostAttention, "whole", lambda self: None)
+    monkeypatch.setattr(RowAttention, "whole", lambda self: None)
     apart = served(folder, monkeypatch, policies, **options)
     assert apart[2] == 0
     equal(whole, apart)
@@ -266,7 +267,7 @@ def test_every_family_of_the_shape_takes_one_call(family, monkeypatch, tmp_path)
     policies = ["dense", "dense"] if family in ("mistral", "qwen2", "qwen3") else ["dense", "quest(budget=64)"]
     whole = served(made, monkeypatch, policies)
     assert whole[2] >= 3 * (FEW.max_tokens - 1)
-    monkeypatch.setattr(HostAttention, "whole", lambda self: None)
+    monkeypatch.setattr(RowAttention, "whole", lambda self: None)
     equal(whole, served(made, monkeypatch, policies))
 
 

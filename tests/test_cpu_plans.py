@@ -13,8 +13,9 @@ from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.observing import timing
 from saccade.engine.rows.plans import FixedPlans
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.kv import kept_summaries
 from saccade.kv.sequence import SequenceKV

@@ -18,12 +18,14 @@ from tiny_models import make_checkpoint
 from saccade.engine.device.backend import DeviceBackend
 from saccade.kv.view import KVView
 from saccade.methods import registry
-from saccade.methods.policy import KNOWN, Policy
+from saccade.methods.policy import Policy
+from saccade.methods.registry import KNOWN
 from saccade.models.loader import load_model
 from saccade.ops import attend
 
 ROOT = Path(__file__).parent.parent
-PLACES = re.findall(r"```(?:python|markdown)\n(.*?)```", (ROOT / "docs/adding-a-method.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "docs/adding-a-method.md").read_text()
+PLACES = re.findall(r"```(?:python|markdown)\n(.*?)```", PAGE.partition("## 1. The file")[2], re.DOTALL)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from storm.breaks import SPARSE, Bench, breaks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 
@@ -47,7 +47,7 @@ def say(session, ids: list[int]) -> tuple[list[int], float]:
 @pytest.mark.parametrize("policy", LEARNING)
 def test_a_turn_that_breaks_while_lost_keys_are_computed_again_teaches_nothing(small, monkeypatch, policy):
     """In every layer of every step: some layers had seen a step's rows, others not, and the retry went on from that."""
-    real, call = HostAttention.run, 0
+    real, call = RowAttention.run, 0
 
     def run(self, *rest):
         nonlocal call
@@ -66,7 +66,7 @@ def test_a_turn_that_breaks_while_lost_keys_are_computed_again_teaches_nothing(s
             session.sequence.drop_kv()  # as for others that need the room
             call = 0
             with monkeypatch.context() as patch:
-                patch.setattr(HostAttention, "run", run)
+                patch.setattr(RowAttention, "run", run)
                 broken = session.generate(TURNS[1], FEW)
             if broken.error is None:
                 break
@@ -86,7 +86,7 @@ def test_an_edit_that_is_taken_back_leaves_the_session_as_it_was(small, monkeypa
         before = session.token_ids
         if broken:
             with monkeypatch.context() as patch:
-                patch.setattr(HostAttention, "run", lambda *_: 1 // 0)
+                patch.setattr(RowAttention, "run", lambda *_: 1 // 0)
                 assert session.complete(random_ids(30, seed=9), FEW).error is not None
         else:
             edit = session.sequence

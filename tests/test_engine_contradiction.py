@@ -16,6 +16,7 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.engine.device.audit import StepAudits
+from saccade.engine.observing import observing
 from saccade.engine.steps.step import CallCount
 from saccade.engine.watch.audit import Audit, AuditOptions, RowAudit
 from saccade.engine.watch.contradiction import (
@@ -28,7 +29,6 @@ from saccade.engine.watch.contradiction import (
 )
 from saccade.engine.watch.estimates import Mean
 from saccade.engine.watch.layer_stats import LayerStats
-from saccade.engine.watch.observe import observing
 from saccade.engine.watch.report import Report
 from saccade.engine.watch.truth import selected_rows
 from saccade.kv.view import KVView

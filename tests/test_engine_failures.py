@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import fork_server
@@ -11,8 +11,8 @@ import pytest
 from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
-from saccade.engine.rows.backend import HostBackend
-from saccade.engine.rows.layers_pass import HostPass
+from saccade.engine.rows.backend import RowBackend
+from saccade.engine.rows.layers_pass import LayersPass
 from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
@@ -40,7 +40,7 @@ def test_cancelling_frees_blocks_and_leaves_others_unchanged(llm, prompts, solo,
 
 def test_closing_a_stream_early_cancels(llm, prompts):
     for stop_after in (1, 8):
-        stream = llm.stream(prompts[4], GREEDY)
+        stream = llm.stream(prompts[4], replace(GREEDY, max_tokens=100))  # a reader who is late gets several at once
         for _ in range(stop_after):
             next(stream)
         assert llm.engine.pool.used_blocks > 0
@@ -157,15 +157,15 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
 
 def test_a_pass_that_cannot_be_planned_lets_go_of_what_it_held(tiny_llama, prompts, monkeypatch):
     packed = make(tiny_llama, exact=False)
-    host, real, let_go = packed.engine.worker.host, HostBackend.plan, []
+    host, real, let_go = packed.engine.worker.host, RowBackend.plan, []
 
     def failing(self, step, *given):
         real(self, step, *given)  # which holds blocks by now
-        monkeypatch.setattr(HostBackend, "plan", real)
-        monkeypatch.setattr(host, "done", lambda: let_go.append(step) or HostBackend.done(host))
+        monkeypatch.setattr(RowBackend, "plan", real)
+        monkeypatch.setattr(host, "done", lambda: let_go.append(step) or RowBackend.done(host))
         raise MemoryError("no room for a plan")
 
-    monkeypatch.setattr(HostBackend, "plan", failing)
+    monkeypatch.setattr(RowBackend, "plan", failing)
     output = packed.generate(prompts[0], GREEDY)[0]
     assert "no room for a plan" in output.error
     assert len(let_go) == 1
@@ -177,7 +177,7 @@ def test_passes_that_always_break_in_company_keep_no_request_from_its_end(tiny_l
     was left alone, so that it broke in company again, for ever."""
     packed = make(tiny_llama, exact=False, chunk=8)
     want = [tokens(packed.generate(ids, GREEDY, policy="h2o(budget=24)")[0]) for ids in prompts[:3]]
-    real, broken = HostPass.steps, []
+    real, broken = LayersPass.steps, []
 
     def only_alone(self):
         if len(self.step) > 1:
@@ -185,7 +185,7 @@ def test_passes_that_always_break_in_company_keep_no_request_from_its_end(tiny_l
             raise MemoryError("too little memory for two")
         return real(self)
 
-    monkeypatch.setattr(HostPass, "steps", only_alone)
+    monkeypatch.setattr(LayersPass, "steps", only_alone)
     outputs = packed.generate(prompts[:3], GREEDY, policy="h2o(budget=24)")
     assert [tokens(output) for output in outputs] == want
     assert 2 <= len(broken) < 40

@@ -15,8 +15,8 @@ from tiny_models import make_checkpoint, one_thread, oracle, random_ids  # noqa:
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from saccade import LLM, SamplingParams
+from saccade.engine.observing import observing
 from saccade.engine.rows.freezing import READ_ROWS
-from saccade.engine.watch.observe import observing
 from saccade.errors import PolicyError
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy

@@ -15,7 +15,8 @@ from saccade.engine.request import TokenLogprob
 from saccade.engine.watch.report import Report
 from saccade.errors import CapacityError, ModelError, PolicyError, RequestError, SaccadeError
 from saccade.methods.base import PolicyPart
-from saccade.methods.policy import KNOWN, PRESETS, Policy
+from saccade.methods.policy import Policy
+from saccade.methods.registry import KNOWN, PRESETS
 
 PARTS: list[PolicyPart] = [
     *(part() for part in KNOWN.values()),

@@ -9,7 +9,7 @@ from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.scheduling.token_gap import TokenGap
 from saccade.methods.policy import Policy
 
@@ -149,7 +149,7 @@ def test_a_session_goes_back_to_where_it_stood(folder, layer_by_layer, policy):
 @contextmanager
 def failing(layer: int, request: int, error: BaseException):
     """The attention of a request's chunk fails at a layer, once, as a method or as the loop around it would."""
-    run, left = HostAttention.run, [True]
+    run, left = RowAttention.run, [True]
 
     def broken(self, index, q, k, v, spec):
         if index == layer and left[0] and self.rows[0].scheduled.request_id == request:
@@ -159,7 +159,7 @@ def failing(layer: int, request: int, error: BaseException):
         return run(self, index, q, k, v, spec)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostAttention, "run", broken)
+        patch.setattr(RowAttention, "run", broken)
         yield
 
 

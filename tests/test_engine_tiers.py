@@ -16,7 +16,7 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
@@ -381,7 +381,7 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
     prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
     asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]
-    plan, mixed = HostBackend.plan, []
+    plan, mixed = RowBackend.plan, []
 
     def planned(*given):
         made = plan(*given)
@@ -391,7 +391,7 @@ def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, 
             mixed.append((len(decoding), len(attention.together) + len(attention.resolved)))
         return made
 
-    monkeypatch.setattr(HostBackend, "plan", planned)
+    monkeypatch.setattr(RowBackend, "plan", planned)
     if slots is None:
         made = LLM(
             folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False, enable_prefix_caching=False

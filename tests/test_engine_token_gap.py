@@ -15,7 +15,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine import core
 from saccade.engine.rows import suspended
-from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.scheduling import slices, token_gap
 from saccade.engine.scheduling.row_costs import RowCosts
 from saccade.engine.scheduling.token_gap import SHARE, Need, shared_out
@@ -80,7 +80,7 @@ class Clock:
     def time(self) -> float:
         return self.now
 
-    def attend(self, context: HostAttention) -> None:
+    def attend(self, context: RowAttention) -> None:
         """A layer of a pass."""
         seconds = 0.0
         for rows in context.rows:
@@ -91,7 +91,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    made, run = Clock(), HostAttention.run
+    made, run = Clock(), RowAttention.run
     for module in (core, report, slices, suspended, token_gap):
         monkeypatch.setattr(module, "time", made)
 
@@ -99,8 +99,8 @@ def clock(monkeypatch):
         made.attend(self)
         return run(self, layer, q, k, v, spec)
 
-    monkeypatch.setattr(HostAttention, "run", timed)
-    monkeypatch.setattr(HostAttention, "whole", lambda self: None)  # all layers in one call take no time here
+    monkeypatch.setattr(RowAttention, "run", timed)
+    monkeypatch.setattr(RowAttention, "whole", lambda self: None)  # all layers in one call take no time here
     return made
 
 

@@ -10,7 +10,7 @@ from helpers import KINDS, brute_force, generator, planted_heads, random_selecti
 from tiny_models import make_checkpoint, one_thread, oracle, random_ids  # noqa: F401
 
 from saccade import LLM
-from saccade.engine.watch.observe import observing
+from saccade.engine.observing import observing
 from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.capture import capture, watch

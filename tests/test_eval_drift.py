@@ -11,7 +11,7 @@ from eval_calls import make_call
 from helpers import brute_force, planted_heads
 from tiny_models import one_thread, oracle, oracle_logits  # noqa: F401
 
-from saccade.engine.watch.observe import observing_logits
+from saccade.engine.observing import observing_logits
 from saccade.errors import RequestError
 from saccade.eval.drift.kept import Kept, KeptWeight, kept_weight
 from saccade.eval.drift.measure import compared, contradiction, run

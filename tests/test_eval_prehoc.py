@@ -12,7 +12,7 @@ from engine_helpers import make
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.watch.observe import observing
+from saccade.engine.observing import observing
 from saccade.ops.prehoc import divergence, drift, fit_changes, information_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -161,7 +161,7 @@ class Steps:
         return stored
 
     def host(self, sequences: list[SequenceKV]) -> None:
-        """The step as the host path runs it."""
+        """The step as the row path runs it."""
         for kv in sequences:
             kv.reserve(kv.length + 1)
             made = self.random(1)

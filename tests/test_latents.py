@@ -14,8 +14,8 @@ from test_hybrids import SPARSE
 from tiny_models import edit_config, make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import SamplingParams
+from saccade.engine.observing import observing
 from saccade.engine.rows import expanded
-from saccade.engine.watch.observe import observing
 from saccade.errors import ModelError, SaccadeError
 from saccade.kv import KVFormat, KVStorage, KVView
 from saccade.kv.paged import Paged

@@ -1,4 +1,4 @@
-"""Requests that the device backend serves get what the host path gives: tokens, stored keys and reports. CPU tensors,
+"""Requests that the device backend serves get what the row path gives: tokens, stored keys and reports. CPU tensors,
 Triton's interpreter, no graphs."""
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_a_step_that_fails_says_so_and_takes_the_own_path(folder, monkeypatch):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("it broke"), torch.cuda.OutOfMemoryError("no memory")])
 def test_one_failure_costs_one_step(folder, monkeypatch, error):
-    """The host path serves that step; the device serves the others."""
+    """The row path serves that step; the device serves the others."""
     one = engine(folder, True)
     monkeypatch.setattr(device_attention, "append_rows", Once(device_attention.append_rows, error, at=2))
     prompt = random_ids(60, seed=4)

@@ -1,5 +1,5 @@
 """Models that store latents, served by the device backend and by the kernels of single calls: what they get is what the
-host path gives. CPU tensors, Triton's interpreter, no graphs."""
+row path gives. CPU tensors, Triton's interpreter, no graphs."""
 
 from __future__ import annotations
 

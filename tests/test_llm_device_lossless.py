@@ -11,7 +11,7 @@ from helpers import generator
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows import backend as host_module
+from saccade.engine.rows import attention as host_module
 from saccade.engine.rows import together as host_together
 from saccade.engine.sampling.sampler import Sampler
 from saccade.kv import BlockManager, KVFormat, KVStorage

@@ -1,4 +1,4 @@
-"""Short chunks of prefills that the device backend serves give what the host path gives: tokens, stored keys, reports,
+"""Short chunks of prefills that the device backend serves give what the row path gives: tokens, stored keys, reports,
 and what methods learn. CPU tensors, Triton's interpreter, no graphs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods that bring readings of their own, served by the device backend: what they get is what the host path gives.
+"""Methods that bring readings of their own, served by the device backend: what they get is what the row path gives.
 CPU tensors, Triton's interpreter, no graphs."""
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
 
 @pytest.mark.parametrize("policy", first_of([*LEARNING, BY_KEYS]))
 def test_drafts_take_turns_with_recorded_steps(engines, policy):
-    """Steps with drafts are the host path's: states go there and come back."""
+    """Steps with drafts are the row path's: states go there and come back."""
     prompt = random_ids(120, seed=6)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (own,) = engines[0].generate(prompt, params, policy=policy)
@@ -240,4 +240,4 @@ def test_every_decode_method_has_a_device_plan_or_says_why_not(engines):
     spec = engines[1].model.runner.spec
     for method in METHODS.values():
         if "decode" in method.phases:
-            assert (method().device_plan(spec) is None) == (method.host_only is not None), method.name
+            assert (method().device_plan(spec) is None) == (method.rows_only is not None), method.name

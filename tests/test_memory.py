@@ -17,7 +17,7 @@ from saccade.kv.view import KVView
 from saccade.machine import forget_file_pages
 from saccade.methods import Chunk, Policy
 from saccade.methods.base import Cost
-from saccade.methods.policy import KNOWN
+from saccade.methods.registry import KNOWN
 from saccade.methods.state import MethodState
 from saccade.models.baseline import save_random_llama
 from saccade.selection import Shape, Tokens

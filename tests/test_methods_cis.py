@@ -368,7 +368,7 @@ def test_cpe_is_cis_with_both_modifiers():
 
 def test_within_a_window_it_retrieves_what_is_visible(tiny_llama):
     """CIS below PSAW: no key hidden from a layer is read there."""
-    from saccade.engine.watch.observe import observing
+    from saccade.engine.observing import observing
 
     llm = make(tiny_llama)
     policy = Policy.parse("cis(k=30, sinks=4, local=8) + psaw(start_layer=1, sinks=4, local=8, phi=0.5, block_size=16)")

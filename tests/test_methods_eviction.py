@@ -12,7 +12,7 @@ from helpers import planted_heads, run_method
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.engine.watch.observe import observing
+from saccade.engine.observing import observing
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query

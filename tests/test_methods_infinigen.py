@@ -11,7 +11,7 @@ from helpers import planted_heads
 from module_oracle import with_modules
 from tiny_models import make_checkpoint, random_ids
 
-from saccade.engine.watch.observe import observing
+from saccade.engine.observing import observing
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query

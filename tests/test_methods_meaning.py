@@ -15,7 +15,7 @@ from helpers import MATRIX, Planted, brute_force, planted_heads
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods import Chunk, Query, parse_method
-from saccade.methods.policy import KNOWN
+from saccade.methods.registry import KNOWN
 from saccade.ops import Call, run, triton
 
 N = 480

@@ -13,7 +13,7 @@ import torch
 from engine_helpers import make
 from tiny_models import random_ids
 
-from saccade.engine.watch.observe import observing
+from saccade.engine.observing import observing
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy, parse_method
 from saccade.outputs import finished

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from saccade.errors import PolicyError
 from saccade.methods.dense import DenseMethod
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.policy import KNOWN, PRESETS, Policy, parse_method
+from saccade.methods.policy import Policy, parse_method
 from saccade.methods.psa import PSA
-from saccade.methods.registry import METHODS
+from saccade.methods.registry import KNOWN, METHODS, PRESETS
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 

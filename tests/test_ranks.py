@@ -13,10 +13,11 @@ from rank_helpers import BLOCKS, CLOSE, LAYERS, PROMPTS, greedy, make, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, ranks
+from saccade.cli.options import ENGINE, takes_engine
+from saccade.engine.observing import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.rank_limits import why_not
-from saccade.engine.watch.observe import observing
 from saccade.errors import PolicyError, RequestError, SaccadeError
 from saccade.methods import labels, prehoc
 from saccade.methods.offline import KINDS
@@ -287,6 +288,22 @@ def test_what_several_ranks_do_not_serve_is_refused(pair):
         two.engine.add(PROMPTS[0], greedy(bounds=0.1), Policy.parse("quest+etf"))
     with pytest.raises(RequestError, match="observe with tensor_parallel_size=1"), observing(two.engine, print):
         pass
+
+
+def test_a_server_leaves_out_what_its_ranks_do_not_have():
+    """Its own max_token_gap; one that is asked for is refused."""
+    made: list[EngineConfig] = []
+
+    def command(config: EngineConfig) -> None:
+        made.append(config)
+
+    serve = takes_engine(max_token_gap="0.5")(command)
+    given = {name: default for name, (_, default) in ENGINE.items()} | {"device": "cpu", "max_token_gap": "0.5"}
+    serve(**given)
+    serve(**given | {"tensor_parallel_size": 2})
+    assert [one.token_gap for one in made] == [0.5, None]
+    with pytest.raises(SaccadeError, match="leave max_token_gap out"):
+        serve(**given | {"tensor_parallel_size": 2, "max_token_gap": "0.3"})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from saccade import ranks
 from saccade.engine.ranks import link as rank_link
 from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
 from saccade.engine.ranks.worker import OtherRank
-from saccade.engine.rows.layers_pass import HostPass
+from saccade.engine.rows.layers_pass import LayersPass
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker
 from saccade.errors import SaccadeError
@@ -140,8 +140,8 @@ def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
         begin(self, group, pool, runner, *given)
 
     monkeypatch.setattr(rank_link, "ANSWER_SECONDS", 2.0)  # which it waits for in vain
-    real, begin, others = HostPass.steps, OtherRank.__init__, []
-    monkeypatch.setattr(HostPass, "steps", breaking)
+    real, begin, others = LayersPass.steps, OtherRank.__init__, []
+    monkeypatch.setattr(LayersPass, "steps", breaking)
     monkeypatch.setattr(OtherRank, "__init__", beginning)
     with make(tiny_llama, 2) as llm:
         request = llm.engine.add(PROMPTS[3], greedy(6), Policy())

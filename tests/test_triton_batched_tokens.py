@@ -1,4 +1,4 @@
-"""The kernels that choose and weigh keys for the rows of a batched step, against the host path's functions, under
+"""The kernels that choose and weigh keys for the rows of a batched step, against the row path's functions, under
 Triton's interpreter. Queries and tables are slices and transposed, as an engine leaves them."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """LFPS's recorded steps a stage at a time, under Triton's interpreter: candidates across the borders of parts, what is
-chosen of them with its weights and what is learnt, and the values it reads, against the host path and plain sums."""
+chosen of them with its weights and what is learnt, and the values it reads, against the row path and plain sums."""
 
 from __future__ import annotations
 

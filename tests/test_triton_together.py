@@ -9,7 +9,7 @@ from helpers import generator
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows import backend as host_module
+from saccade.engine.rows import attention as host_module
 from saccade.engine.rows import together as host_together
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager

@@ -15,7 +15,7 @@ import torch
 from endtoend import Bench, seconds
 from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, time_ms
 
-from saccade.engine.rows import backend as host
+from saccade.engine.rows import attention as host
 from saccade.engine.rows import together as host_together
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV

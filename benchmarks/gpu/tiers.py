@@ -14,7 +14,7 @@ without a tier as with one. So a step's time is that from its tokens to the next
 ``launched ahead`` counts the steps that were under way when they were asked for. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served. ``places`` pairs three forms of a step: all is resident; blocks come before they are read; or
+that no row path served. ``places`` pairs three forms of a step: all is resident; blocks come before they are read; or
 what is absent is read where it lies in host memory, each KV head its part, and comes afterwards (offers.READS_HOST).
 ``same``: the share of the tokens that are those of the resident run. ``--compute``: ``kv_compute``.
 ``--functions``: of further steps, where the host's time goes; ``--profile``: and the kernels' (of such a run no kernel

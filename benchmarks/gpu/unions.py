@@ -9,9 +9,9 @@ from saccade.selection import Dense, Tokens
 
 
 class Unions:
-    """An observer (engine.observe) of decode calls. ``listed`` counts keys of KV heads as densities do, each by the
-    share of its query heads that read it; ``read`` counts each that any of them reads, once. ``known``: all calls read
-    lists of keys or everything; of other selections nothing is counted."""
+    """An observer (engine.watch.observe) of decode calls. ``listed`` counts keys of KV heads as densities do, each by
+    the share of its query heads that read it; ``read`` counts each that any of them reads, once. ``known``: all calls
+    read lists of keys or everything; of other selections nothing is counted."""
 
     def __init__(self) -> None:
         self.listed, self.read, self.known = 0.0, 0, True

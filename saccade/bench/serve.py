@@ -99,7 +99,7 @@ def _traced(path: Path) -> list[Planned]:
 
 
 def words(count: int, seed: int) -> str:
-    """Seeded text without sense, each client's its own, so that nobody shares a prefix by chance."""
+    """Seeded text without sense, each client's its own, so that no two share a prefix by chance."""
     rng = random.Random(seed)
     syllables = [a + b for a in "bdfgklmnprstv" for b in ("a", "e", "i", "o", "u", "an", "er", "il", "os")]
     return " ".join("".join(rng.choices(syllables, k=rng.choice((1, 2, 2, 3)))) for _ in range(count))

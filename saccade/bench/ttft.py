@@ -17,8 +17,9 @@ from torch import nn
 
 from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS, ENOUGH_SECONDS
+from saccade.engine.observing import timing
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.watch.clock import Clock, timing
+from saccade.engine.watch.clock import Clock
 from saccade.errors import SaccadeError
 from saccade.llm import LLM
 from saccade.methods import Policy
@@ -270,7 +271,7 @@ def no_parts(device: torch.device) -> dict[str, float]:
 
 @contextmanager
 def parts_timed(llm: LLM, clock: Clock) -> Iterator[None]:
-    """Time the parts of all that ``llm`` runs, unless it is on a GPU: a step that somebody times is not a recorded
+    """Time the parts of all that ``llm`` runs, unless it is on a GPU: a step that is timed is not a recorded
     one."""
     if llm.model.device.type == "cuda":
         yield

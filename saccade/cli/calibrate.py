@@ -72,8 +72,9 @@ def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
     of them; returns the file. ``keys``: of a search for patterns. RequestError where the text is too short for it."""
     import torch
 
+    from saccade.engine.observing import observing
     from saccade.engine.sampling.params import SamplingParams
-    from saccade.engine.watch.observe import AttentionCall, observing
+    from saccade.engine.watch.observe import AttentionCall
     from saccade.kv import KVView
     from saccade.methods.base import Chunk
     from saccade.methods.offline import KINDS

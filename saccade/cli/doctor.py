@@ -114,15 +114,13 @@ def _models(device: torch.device) -> dict[str, str]:
 
 
 def _recorded() -> dict[str, str]:
-    """Which methods a GPU decodes by in steps that many requests share; and why it takes the host path for others."""
+    """Which methods a GPU decodes by in steps that many requests share; and why it takes the row path for others."""
     from saccade.methods.registry import METHODS
 
     methods = [method for method in METHODS.values() if "decode" in method.phases]
-    served = sorted(method.name for method in methods if method.host_only is None)
-    others = {
-        method.name: f"on the host path: {method.host_only}" for method in methods if method.host_only is not None
-    }
-    lossless = "drafts and plain steps as their methods; verifications are launched one by one by the host path"
+    served = sorted(method.name for method in methods if method.rows_only is None)
+    others = {method.name: f"on the row path: {method.rows_only}" for method in methods if method.rows_only is not None}
+    lossless = "drafts and plain steps as their methods; verifications are launched one by one by the row path"
     listed = [method.name for method in methods if method.name in served and _listed(method)]
     return {
         "methods": ", ".join(served),

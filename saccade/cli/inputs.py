@@ -103,7 +103,7 @@ def gather_prompt(prompt: str | None, file: Path | None) -> str:
 
 def gather(prompt: str | None, file: Path | None) -> tuple[str | None, str | None]:
     """A document, and what follows it; one of them may be None. A document's last line break is dropped, as editors add
-    it. RequestError for an empty document: whoever gave one meant it to be read."""
+    it. RequestError for an empty document: a document that is given is meant to be read."""
     name, document = "", None
     if file is not None and str(file) != "-":
         name, document = f"prompt file {file}", read_text(file)
@@ -120,7 +120,7 @@ def gather(prompt: str | None, file: Path | None) -> tuple[str | None, str | Non
 
 
 def piped() -> bool:
-    """Whether standard input is a pipe or a file, which somebody put there to be read."""
+    """Whether standard input is a pipe or a file, put there to be read."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # no standard input, a closed one, or none of the system's
@@ -129,7 +129,7 @@ def piped() -> bool:
 
 
 def _standard_input() -> str:
-    """All of standard input; says so where nothing comes, as a pipe that nobody closes would wait for ever."""
+    """All of standard input; says so where nothing comes, as a pipe that is never closed would wait for ever."""
     if piped() and not select.select([sys.stdin], [], [], WAIT)[0]:
         print("saccade: note: reading standard input, where nothing came yet; </dev/null stops that", file=sys.stderr)
     return text_of(sys.stdin.buffer.read(), "standard input")

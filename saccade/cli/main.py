@@ -123,9 +123,9 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _prepare_output() -> None:
-    """Output that the terminal's encoding has no letters for is spelt out; output that nobody takes goes nowhere."""
+    """Output that the terminal's encoding has no letters for is spelt out; output without a reader goes nowhere."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as this runs)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -139,7 +139,7 @@ def _drop_output() -> None:
 
 
 def _end_unread() -> NoReturn:
-    """Whoever read the output has seen enough: no failure."""
+    """The reader of the output has seen enough: no failure."""
     _drop_output()
     sys.exit(0)
 

@@ -22,8 +22,11 @@ def methods(
     saccade methods psa
     """
     from saccade.methods.auto import SAFE
-    from saccade.methods.policy import KNOWN, PRESETS, part_named
+    from saccade.methods.outside import load_outside
+    from saccade.methods.policy import part_named
+    from saccade.methods.registry import KNOWN, PRESETS
 
+    load_outside()
     if name is None:
         chosen = dict(sorted(KNOWN.items()))
     else:  # a name for a sum shows what it joins

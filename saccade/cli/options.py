@@ -98,6 +98,8 @@ def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
     def make(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
         from saccade.cli.progress import waiting
 
+        if given["tensor_parallel_size"] > 1 and given["max_token_gap"] == defaults.get("max_token_gap"):
+            given = {**given, "max_token_gap": None}  # a default that several ranks do not have
         check_name(given["model"])
         with waiting(f"loading {given['model']}", bool(others.get("quiet"))):  # torch alone takes seconds
             from saccade.engine.settings.config import EngineConfig

@@ -37,16 +37,16 @@ class Watch:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody looks on."""
+        """Whether there is no observer."""
         return self.clock is None and self.logits is None and not self.sees_calls
 
     @property
     def sees_calls(self) -> bool:
-        """Whether anybody looks at calls."""
+        """Whether an observer looks at calls."""
         return self.observer is not None or bool(self.maps)
 
     def wants_all(self, request: int) -> bool:
-        """Whether somebody looks at every row of a request."""
+        """Whether an observer looks at every row of a request."""
         return self.observer is not None or request in self.maps
 
     def see(self, call: AttentionCall) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from saccade.engine.attention import Watch
 from saccade.engine.memory.sequence import Sequence, common
@@ -328,8 +328,8 @@ class Engine:
             self._driver.release()
 
     def _too_slow(self) -> list[StepOutput]:
-        """The ends of requests whose constraints have taken too long. What computes goes on, and nobody waits."""
-        slow = [(one.owner, one.too_slow()) for one in self.masks.overdue() if one.owner is not None]
+        """The ends of requests whose constraints have taken too long. What computes goes on, and no request waits."""
+        slow = [(cast(Request, one.owner), one.too_slow()) for one in self.masks.overdue() if one.owner is not None]
         return [self.settling.failed(request, error) for request, error in slow]
 
     def _apart(self, batch: list[tuple[Request, ScheduledRequest]]) -> list[tuple[Request, ScheduledRequest]]:

@@ -1,4 +1,4 @@
-"""What the engine's thread works on: letters come in, steps run, outputs go to whoever reads them."""
+"""What the engine's thread works on: letters come in, steps run, outputs go to their readers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Message = (
 @dataclass
 class Letter:
     """Messages for the loop, all acted on between the same two steps, and the promise of an answer. ``streams``: where
-    the outputs of added requests go. ``coming``: requests that whoever wrote it is about to write of, too. ``threads``:
+    the outputs of added requests go. ``coming``: how many more requests its writer is about to submit. ``threads``:
     torch's setting where the letter was written, a thread's own."""
 
     messages: Sequence[Message] = ()
@@ -124,7 +124,7 @@ class Loop:
     @property
     def engine(self) -> Engine:
         engine = self.engine_ref()
-        assert engine is not None, "letters are read while somebody holds the engine"
+        assert engine is not None, "letters are read while the engine is held"
         return engine
 
     def read(self, letter: Letter) -> None:
@@ -153,8 +153,8 @@ class Loop:
 
     def gather(self) -> bool:
         """Before the first step of an engine that had nothing to do: read the letters of requests that are on their way
-        as well, if it ``gathers``. Nobody waits longer than a step after new requests took of late, and none where no
-        more are coming. False as :meth:`read_all`."""
+        as well, if it ``gathers``. No request waits longer than a step after new requests took of late, and none where
+        no more are coming. False as :meth:`read_all`."""
         end = time.perf_counter() + min(MOST_GATHERED, max(self.firsts, default=0.0))
         while self._coming and self.live and self.gathers:
             now = time.perf_counter()
@@ -226,7 +226,7 @@ class Loop:
             stream.put(StepOutput(request_id, outcome=self.engine.answers.outcome(request)))
 
     def step(self) -> None:
-        """One engine step, and its outputs to whoever reads them."""
+        """One engine step, and its outputs to their readers."""
         engine, began, new = self.engine, time.perf_counter(), self._new
         engine.watch.pulse.beat()
         self._new = False
@@ -270,7 +270,7 @@ def drive(loop: Loop) -> None:
     """The thread."""
     try:
         _work(loop)
-    except BaseException:  # a mistake of ours: nobody may wait for ever
+    except BaseException:  # a mistake of ours: no reader may wait for ever
         logger.exception("the engine's loop broke")
         loop.end()
 

@@ -1,8 +1,8 @@
 """The engine's own loop: one thread drives it, any thread or asyncio task talks to it.
 
 Callers put messages into an inbox and get a stream of outputs for each request. Between two steps the loop reads the
-inbox; while nobody waits for anything it sleeps. The thread holds the engine only while it works, so that an engine
-that nobody uses any more can be collected.
+inbox; while no request is open it sleeps. The thread holds the engine only while it works, so that an engine
+that is no longer used can be collected.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class AsyncEngine:
         return self._send(Letter([SaveSession(session)])).result()
 
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
-        """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
+        """Open a session with what was saved (see memory.saved.restore_sequence): its id, and what is to be said."""
         self._find_identity()
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
 

@@ -14,7 +14,7 @@ from saccade.methods.policy import Policy
 
 @dataclass(frozen=True)
 class MapOrder:
-    """A selection map of a request: of ``layers``, at most ``pixels`` cells a side (see engine.maps)."""
+    """A selection map of a request: of ``layers``, at most ``pixels`` cells a side (see engine.watch.maps)."""
 
     layers: tuple[int, ...]
     pixels: int = 96
@@ -73,7 +73,7 @@ class SaveSession:
 @dataclass(frozen=True)
 class RestoreSession:
     """Open a session with what was saved; the answer is its id, and a sentence on what is computed again, if anything
-    is. ``damaged``, ``recompute``: see engine.saved.restore_sequence."""
+    is. ``damaged``, ``recompute``: see engine.memory.saved.restore_sequence."""
 
     saved: SavedSession
     damaged: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ class RequestOutcome:
     request_id: int = 0
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
-    selection_map: dict[str, Any] | None = None  # what ``map_order`` asked for, see engine.maps.Maps.as_dict
+    selection_map: dict[str, Any] | None = None  # what ``map_order`` asked for, see engine.watch.maps.Maps.as_dict
 
 
 @dataclass

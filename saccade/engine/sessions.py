@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved import SavedSession, restore_sequence, save_sequence
@@ -48,8 +48,8 @@ class Sessions(Mapping[int, Sequence]):
 
     @property
     def identity(self) -> ModelIdentity:
-        """Of the model: sessions of another one are refused. Whoever is to save or restore asks for it on a thread of
-        its own, since the first who does waits for all weights to be read."""
+        """Of the model: sessions of another one are refused. A caller that is to save or restore asks for it on a
+        thread of its own, since the first who does waits for all weights to be read."""
         return self.model.identity
 
     def new_sequence(self) -> Sequence:
@@ -74,8 +74,8 @@ class Sessions(Mapping[int, Sequence]):
 
     @contextmanager
     def coming_back(self) -> Iterator[Sequence]:
-        """A sequence that is to be given its tokens meanwhile, and then is a session; whoever needs its blocks gets
-        them. Where that raises, nothing is left of it."""
+        """A sequence that is to be given its tokens meanwhile, and then is a session; a request that needs its blocks
+        gets them. Where that raises, nothing is left of it."""
         sequence = self.new_sequence()
         try:
             yield sequence
@@ -91,14 +91,14 @@ class Sessions(Mapping[int, Sequence]):
         sequence, settling = self._sequences.get(session), self._settling
         if sequence is None:
             return None
-        turn = sequence.turn
+        turn = cast("Request | None", sequence.turn)
         if turn is not None:
             settling.cancel(turn)
         settling.scheduler.idle.pop(id(sequence), None)
         if settling.prefixes is not None:
             settling.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
-        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.drop_kv()  # what methods knew, too: the session object may live for long
         sequence.turn_start = None
         del self._sequences[session]
         sequence.close()

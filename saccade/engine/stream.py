@@ -39,7 +39,7 @@ class Stream:
             self._wake()
 
     def lose(self, why: str) -> None:
-        """Let the reader know that whoever wrote is gone, and perhaps a lock with it: in a forked process."""
+        """Let the reader know that the writer is gone, and perhaps a lock with it: in a forked process."""
         self._lock, self.arrived = threading.Lock(), threading.Event()
         self.lost = why
 
@@ -66,7 +66,7 @@ class AsyncOutputs:
     """The outputs of some requests for one asyncio task. ``cancel`` ends requests by their ids, without waiting.
     ``threads``: whether outputs are put by another thread than the event loop's.
 
-    Whoever is done early calls :meth:`close`; what was not taken by then is lost.
+    A reader that is done early calls :meth:`close`; what was not taken by then is lost.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 from saccade.engine.attention import AttentionBackend, StepFailedError, StepShortError
 from saccade.engine.memory import kept_states as kept
 from saccade.engine.memory.memories import Memories
-from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.calls import Setting
 from saccade.engine.rows.suspended import Advanced, SuspendedPass
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult, results_of
@@ -52,7 +52,8 @@ class Alone:
             del self._breaks[next(iter(self._breaks))]
 
     def take(self, requests: Sequence[int]) -> set[int]:
-        """Those of a step's ``requests`` that have a pass of their own; whoever is not among them has none left."""
+        """Those of a step's ``requests`` that have a pass of their own; a request that is not among them has none
+        left."""
         alone = {request: left for request in requests if (left := self._left.get(request))}
         self._left = {request: left - 1 for request, left in alone.items() if left > 1}
         return set(alone)
@@ -80,7 +81,7 @@ class Worker:
         self.memories = Memories() if memories is None else memories
         self._alone = Alone()
         self._suspended: dict[int, SuspendedPass] = {}  # by request
-        self.host = HostBackend(setting, runner)
+        self.host = RowBackend(setting, runner)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
     @property

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from saccade.engine.observing import observing
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.watch.observe import AttentionCall, Observer, observing
+from saccade.engine.watch.observe import AttentionCall, Observer
 from saccade.errors import RequestError, SaccadeError
 from saccade.kv.view import KVView
 from saccade.llm import LLM, Prompt

@@ -99,7 +99,7 @@ def _question(rng: Rng, text: Words, size: int) -> dict[str, Any]:
 
 
 def _choice(rng: Rng, text: Words, size: int) -> dict[str, Any]:
-    """The other options are of the same kind: one stands in the book too, of somebody else."""
+    """The other options are of the same kind: one stands in the book too, of another person."""
     facts, book = _book(rng, text, size)
     number = rng.below(FACTS)
     fact, options = facts[number], [facts[(number + KINDS) % FACTS].value]

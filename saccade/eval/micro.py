@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.watch.observe import AttentionCall, observing
+from saccade.engine.observing import observing
+from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import SaccadeError
 from saccade.eval.capture import token_ids, watch

@@ -205,7 +205,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """With ``+changes`` if the package differs from it. None unless this file is tracked: an environment inside
-    somebody else's checkout has that checkout's commit."""
+    a foreign checkout has that checkout's commit."""
     package = str(Path(__file__).parents[1])
     if _git("ls-files", "--error-unmatch", __file__) is None or (head := _git("rev-parse", "HEAD")) is None:
         return None

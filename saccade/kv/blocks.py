@@ -23,7 +23,7 @@ from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
 
-ROOMY = 16  # blocks of a sequence that are left over where nobody needs to save them
+ROOMY = 16  # blocks of a sequence that are left over where memory is not short
 
 
 class BlockManager(SlotMap):
@@ -141,7 +141,7 @@ class BlockManager(SlotMap):
 
     @property
     def roomy(self) -> bool:
-        """Whether so much is free that a block more or less takes nobody's place."""
+        """Whether so much is free that a block more or less takes no other sequence's place."""
         return self.spare_blocks >= 0
 
     @property
@@ -220,7 +220,7 @@ class BlockManager(SlotMap):
         self.keepers.shared(blocks, holder)
 
     def release(self, blocks: Sequence[int], holder: int) -> None:
-        """Sequence ``holder`` lets go of ``blocks``; those that nobody holds any more are free. Raises SaccadeError,
+        """Sequence ``holder`` lets go of ``blocks``; those without a holder are free again. Raises SaccadeError,
         changing nothing, for a block that it does not hold."""
         for block, times in Counter(blocks).items():
             if holder not in self._holders[block] or times > 1:
@@ -277,7 +277,7 @@ class BlockManager(SlotMap):
 
     def evict(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
         """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
-        here: whoever evicts keeps it elsewhere. SaccadeError for a part that is not resident."""
+        here: the evicting tier keeps it elsewhere. SaccadeError for a part that is not resident."""
         rows = self._rows(kv_head)
         absent = (self._map[layer, rows.start : rows.stop][:, list(blocks)] < 0).any(0)
         if absent.any():

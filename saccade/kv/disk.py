@@ -134,7 +134,7 @@ class DiskTier:
         for first, last in self._runs(ordered, most=max(1, -(-len(cells) // THREADS))):
             which = order[first:last]
             own = [(parts[i], cells[i], slots[i]) for i in which]
-            if last == len(cells) <= THREADS:  # whoever waits for a few reads the last: waking a thread takes longer
+            if last == len(cells) <= THREADS:  # of a few the caller reads the last itself: waking a thread takes longer
                 jobs.insert(0, (which, partial(self._read_record, own)))
             else:
                 jobs.append((which, self._pool.submit(self._read_record, own).result))
@@ -319,7 +319,7 @@ def _header(format: KVFormat, cell_bytes: int, tag: bytes) -> bytes:
 
 
 def _private_file(folder: Path, header: bytes) -> int:
-    """A new file that nobody else can open, ``header`` written to it."""
+    """A new file that no other process can open, ``header`` written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix="saccade-kv-", dir=folder)

@@ -21,7 +21,7 @@ class KVFormat:
 
     Rows of ``head_dim`` values go in and come out in ``dtype``; ``k`` and ``v`` say how keys and values are stored.
     ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``value_dim``: None, or that a value is
-    the first so many channels of its key, and is not stored (latent attention): whoever reads values reads keys, and of
+    the first so many channels of its key, and is not stored (latent attention): reading values reads keys, and of
     what comes of them the channels behind those mean nothing. ``filled``: None, or that values are zeros behind so many
     channels, which kernels need not read; nor do those of what comes of them mean anything. ``block_size``: tokens of a
     block, one of BLOCK_SIZES.

@@ -100,7 +100,7 @@ class HeadTiers:
             self.each[row].opened(layers, blocks)
 
     def lodge(self, blocks: Array) -> bool:
-        """See Lodging: in every KV head, or for nobody."""
+        """See Lodging: in every KV head, or in none."""
         for at, one in enumerate(self.each):
             if not one.lodge(blocks):
                 for done in self.each[:at]:

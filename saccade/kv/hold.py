@@ -1,4 +1,4 @@
-"""Parts that stay in their slots while somebody reads them."""
+"""Parts that stay in their slots while they are read."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class HostTier:
         """Have the device attend nothing before ``loaded``."""
         if loaded is None:
             return
-        while self._waits and self._waits[0][1].query():  # told once they are over: nobody waits to know
+        while self._waits and self._waits[0][1].query():  # told once they are over: no caller waits for that
             began, ended = self._waits.popleft()
             self.counts.wait_seconds += began.elapsed_time(ended) / 1e3
         stream = torch.cuda.current_stream(self.device)

@@ -136,7 +136,7 @@ class HostAndDisk(HostTier):
         return np.where(cells > self.host_cells, 0, cells)
 
     def moved(self, parts: Array, cells: Array) -> None:
-        """``parts`` [parts, 3] lie in ``cells`` from now on; whoever keeps account of them takes this method's
+        """``parts`` [parts, 3] lie in ``cells`` from now on; the tier's own account takes this method's
         place."""
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class HostAndDisk(HostTier):
         if most < 1:
             return
         oldest = np.sort(parts[np.argpartition(self._used[parts], most - 1)[:most]])
-        self._finish()  # what was to be written there lies there, and nobody reads it
+        self._finish()  # what was to be written there lies there, and no reader is left
         named = self._owner[oldest]
         cells = np.array(self.disk.write(named, oldest.tolist()))
         done = cells > 0

@@ -98,7 +98,7 @@ class HostedKV:
         same = int(fresh[0]) if len(fresh) else same
         last = max(0, len(ids) - 1)
         if any((one.pool.map_of(one.row)[:, ids[last:]] >= 0).any() for one in self._tiers.each):
-            same = min(same, last)  # somebody brought the block that is written to in
+            same = min(same, last)  # the block that is written to was brought in
         if same < max(len(ids), len(self._ids)):
             self._lodge(ids, same)
         if self._kv.damaged:

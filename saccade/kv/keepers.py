@@ -1,4 +1,4 @@
-"""Blocks that nobody runs with: they are kept for whoever may go on from them."""
+"""Blocks that no running sequence has: kept for sequences that may go on from them."""
 
 from __future__ import annotations
 

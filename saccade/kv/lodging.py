@@ -29,8 +29,8 @@ class Lodging(PartCells):
 
     def lodge(self, blocks: Array) -> bool:
         """Have host memory alone keep ``blocks`` (int64, no id twice) in every layer, for one lodger more: what lies in
-        slots moves there, and what nothing was written to has cells from now on. False, for nobody, where cells are
-        short; LostKV where one cannot be had back. Who reads cells first waits for the tier's writes."""
+        slots moves there, and what nothing was written to has cells from now on. False, for none of them, where cells
+        are short; LostKV where one cannot be had back. Who reads cells first waits for the tier's writes."""
         if self._losses and self._lost[:, blocks].any():
             raise LostKV("KV blocks were lost")
         there, layers = self.pool.map_of(self.row)[:, blocks] >= 0, self.pool.layers
@@ -96,7 +96,7 @@ class Lodging(PartCells):
             self._drop_cells(layer, blocks[layers == layer])
 
     def _vacate(self, layer: int, blocks: Array) -> None:
-        """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
+        """Let the parts leave their slots; a read before they are filled again is to be noticed."""
         if self.offers is not None:
             self.offers.withdraw(self.slots_of(layer, blocks))
         if self.debug and self.pool.storage.k.is_floating_point():

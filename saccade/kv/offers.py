@@ -12,7 +12,7 @@ absent where it lies in host memory, each KV head its own part, and blocks take 
 beside the layers that follow. Then a step runs short only of blocks that have no cell.
 
 Two steps may be on their way: one may be launched behind the one that runs, while its lists and what it keeps will do.
-Whether anybody asks for it or not, its moves are real. So whoever looks into the map meanwhile, or is about to change
+Its moves are real even if its result is discarded. Code that looks into the map meanwhile, or is about to change
 it, waits for that step, and has both written down (``SlotMap.behind``).
 """
 
@@ -95,7 +95,7 @@ class Offers:
         self._owed: list[tuple[Listed, int, Array]] = []  # where a list was taken from, and for which parts
         self._kept: tuple[bytes, int] | None = None  # blocks that no list has a slot of, and the map that says so
         self._flights: list[Flight] = []  # not settled yet, the oldest first
-        self._ahead = False  # whether nobody has asked for the last of them yet
+        self._ahead = False  # whether the last of them has not been asked for yet
         # What a step before the last has left is read beside the last one, which writes elsewhere.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -167,7 +167,7 @@ class Offers:
         return flight.came
 
     def land(self) -> None:
-        """Settle all steps, that which nobody has asked for yet among them."""
+        """Settle all steps, the one not asked for yet among them."""
         self._ahead = False
         for flight in list(self._flights):
             self.settle(flight)
@@ -185,7 +185,7 @@ class Offers:
         self._pool.moved(slots, left, came, numbers)
 
     def _look(self) -> None:
-        """Somebody looks into the map, or changes it, while a step ahead of its turn runs."""
+        """The map is looked into, or changed, while a step ahead of its turn runs."""
         self.land()
         self.catch_up()
 
@@ -214,7 +214,7 @@ class Offers:
 
     def _owe(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
         """Rows whose lists were taken from one place to another. The map waits until the next step runs, or until
-        somebody looks there; but not where slots were free, or the device's map is the host's."""
+        the map is looked into; but not where slots were free, or the device's map is the host's."""
         self.catch_up()
         taken = self._here([self.taken[row.number, start:stop] for row, _, start, stop in moved])
         self._owed = [(row, start, own.astype(np.int64)) for (row, _, start, _), own in zip(moved, taken)]

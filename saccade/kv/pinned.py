@@ -40,7 +40,7 @@ class PinnedMemory:
             self._register(device)
 
     def close(self) -> None:
-        """Give the memory back to the system, once nobody uses it."""
+        """Give the memory back to the system, once it is no longer used."""
         self._end()
         self.data = self.data.new_empty(0)
 

@@ -1,4 +1,4 @@
-"""Which parts of KV blocks somebody holds, so that they stay in their slots."""
+"""Which parts of KV blocks are held, so that they stay in their slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Pins:
-    """Counts, of each part of ``blocks`` blocks in ``layers`` layers, those who hold it. ``held``: parts that anybody
+    """Counts, of each part of ``blocks`` blocks in ``layers`` layers, its holders. ``held``: parts that any sequence
     holds; ``held_in``: the same, by layer."""
 
     def __init__(self, layers: int, blocks: int) -> None:
@@ -36,6 +36,6 @@ class Pins:
             self.held_in[layer] -= gone
 
     def loose(self, layers: Array | int, blocks: Array) -> Array:
-        """bool like them: whether nobody holds a part."""
+        """bool like them: whether a part has no holder."""
         loose: Array = self.counts[layers, blocks] == 0
         return loose

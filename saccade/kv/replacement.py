@@ -1,6 +1,6 @@
-"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, anybody, or by the cycle.
+"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, random, or by the cycle.
 
-The first three lose everything where steps read more than there are slots, over and over in the same order: whoever
+The first three lose everything where steps read more than there are slots, over and over in the same order: what
 leaves is wanted next. ``random`` keeps some of them. ``cycle`` knows that order: layers come in turn, so of what was
 used since a layer's last turn the most recent is wanted last, and leaves first; all before that leaves earlier still,
 the oldest first (docs/tiers.md).

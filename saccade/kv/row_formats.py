@@ -31,7 +31,7 @@ class RowFormat:
     name = "auto"
     number = 0
     read_by: tuple[str, ...] = ("triton", "cpu", "reference")
-    turned = False  # whether keys are turned before (kv_rotate) where nobody says
+    turned = False  # whether keys are turned before (kv_rotate) by default
     multiple = 1  # of which head_dim is one
     coded = False  # in 8 bits each, with scales
 

@@ -29,12 +29,12 @@ def spaced(there: Sequence[int], length: int, last: int = 0) -> list[int]:
 class SequenceStates:
     """The states of one sequence in slots of ``pool``. Before the first token there is always one, which takes no slot.
 
-    ``slot``: where the state is that steps go on from, once they do (:meth:`begin` to :meth:`rest`); it is nobody
-    else's while a step runs. All others are snapshots, which the pool may give up for others. ``spare``: a second slot,
-    where a device puts the next state and leaves this one as it was: a step of its that fails, or that nobody asks for,
-    has done nothing. ``spoilt``: the step after this one, which writes to ``slot``, was launched while this one might
-    still fail. ``journal``: what layers do with rows of which the last may be taken back, from :meth:`set_aside` to
-    :meth:`settled`.
+    ``slot``: where the state is that steps go on from, once they do (:meth:`begin` to :meth:`rest`); it is no
+    other sequence's while a step runs. All others are snapshots, which the pool may give up for others. ``spare``: a
+    second slot, where a device puts the next state and leaves this one as it was: a step of its that fails, or is not
+    asked for, has done nothing. ``spoilt``: the step after this one, which writes to ``slot``, was launched while this
+    one might still fail. ``journal``: what layers do with rows of which the last may be taken back, from
+    :meth:`set_aside` to :meth:`settled`.
     """
 
     def __init__(self, pool: StatePool) -> None:
@@ -69,7 +69,7 @@ class SequenceStates:
         return length - max((one for one in self._kept if one < length), default=0)
 
     def pin(self, start: int) -> None:
-        """The next step goes on at token ``start``: nobody takes the state away until then. SaccadeError where none
+        """The next step goes on at token ``start``: the state is not taken away until then. SaccadeError where none
         stands there."""
         if self._stands == start:
             return
@@ -145,7 +145,7 @@ class SequenceStates:
             self._keep_if_due(keep)
 
     def settled(self) -> None:
-        """Nobody takes rows of the last step back any more."""
+        """Rows of the last step can no longer be taken back."""
         self._drop_base()
         if self._stands is not None:
             self._keep_if_due(False)
@@ -239,7 +239,7 @@ class SequenceStates:
         self._stands = length
 
     def lose(self, slot: int) -> None:
-        """The pool gives a snapshot's slot to somebody else."""
+        """The pool gives a snapshot's slot to another sequence."""
         length = next(one for one, held in self._kept.items() if held == slot)
         del self._kept[length]
         self.pool.release(slot, self)

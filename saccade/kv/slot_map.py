@@ -22,7 +22,7 @@ class SlotMap:
     on the host. With ``heads_apart`` every KV head has slots of its own: head g of a slot is then free or taken apart
     from the slot's other heads.
 
-    ``behind``: writes down what a device has moved by itself, waiting for a step that nobody has asked for yet. Whoever
+    ``behind``: writes down what a device has moved by itself, waiting for a step that was not asked for yet. Code that
     changes who has slots calls it first (:meth:`catch_up`). ``changes``: of who has slots, by the host; what a device
     moves by itself is not counted. ``absent``: parts of held blocks that are not resident.
     """

@@ -56,8 +56,8 @@ class StatePool:
     """``slots`` slots of ``format`` on ``device``; ``tensors`` by part, [layers, slots, ...], never move.
 
     A slot is *pinned* while a sequence computes with it, *held* by sequences that may go back to it, else free.
-    ``given_up``: snapshots that went for others; ``losers``: whose they were, until somebody has looked at them;
-    ``orphaned``: tokens of prefixes that were given up as nobody could go on from their keys any more. ``block``: where
+    ``given_up``: snapshots that went for others; ``losers``: whose they were, until they have been looked at;
+    ``orphaned``: tokens of prefixes that were given up as their keys could no longer be continued. ``block``: where
     others go on from a sequence's snapshots, the tokens of which they take whole multiples; else 0. Not safe for use by
     several threads at once. CapacityError where there is no such memory.
     """
@@ -108,7 +108,7 @@ class StatePool:
 
     def take(self, own: int | None = None) -> int:
         """A slot, pinned: a free one, or the least useful snapshot's. ``own``, if it is less useful still, is given to
-        whoever has pinned it alone: nobody goes back to it then. CapacityError where all slots are pinned."""
+        its only holder: no snapshot refers to it then. CapacityError where all slots are pinned."""
         if not self._free:
             can = [slot for slot in self._held if slot not in self._pins or (slot == own and self._pins[slot] == 1)]
             if not can and self._spares:
@@ -183,7 +183,7 @@ class StatePool:
         self._since[slot] = self._age
 
     def is_shared(self, slot: int) -> bool:
-        """Whether anybody but the one who has pinned a slot may want what is in it."""
+        """Whether any other sequence than the one that pinned a slot may need what is in it."""
         return slot in self._held or self._pins.get(slot, 0) > 1
 
     def copy(self, source: int, target: int) -> None:

@@ -27,8 +27,8 @@ class KVStorage:
     """``k`` and ``v``: [num_blocks, kv_heads, block_size, width], laid out as ``format`` says, never moved; one tensor
     where values are channels of the keys. ``parts``: the tensors that there are.
 
-    ``mover`` copies rows into slots and out of them. By default it is torch's indexing; whoever makes storage on a GPU
-    hands in what has a kernel for it. Raises CapacityError where there is no room for one slot, or no such memory.
+    ``mover`` copies rows into slots and out of them. By default it is torch's indexing; code that makes storage on a
+    GPU hands in what has a kernel for it. Raises CapacityError where there is no room for one slot, or no such memory.
     """
 
     def __init__(

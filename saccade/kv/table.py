@@ -55,7 +55,7 @@ class BlockTable:
         """``tables`` of one layer."""
         if self._residency != self.pool.version:
             self._refresh()
-        if not self._layers:  # brought to the device once somebody asks: recorded steps look blocks up themselves
+        if not self._layers:  # brought to the device on first use: recorded steps look blocks up themselves
             self._tables = sent(self._slots, self.pool.storage.device)  # the same tensor on a CPU
             self._layers = self._tables.unbind()
         return self._layers[layer]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.kv.kept_summaries import KeptSummaries
 
 Array = np.ndarray[Any, Any]
-NOWHERE = torch.zeros(1, 0, dtype=torch.int32, device="cpu")  # a table is made for whoever reads, of what it reads
+NOWHERE = torch.zeros(1, 0, dtype=torch.int32, device="cpu")  # a table is made for each reader, of what it reads
 
 
 class TieredView(KVView):
@@ -54,7 +54,7 @@ class TieredView(KVView):
 
     @property
     def piece_blocks(self) -> int:
-        """Blocks that one call may bring in together: all, where memory has room for those that nobody keeps there."""
+        """Blocks that one call may bring in together: all, where memory has room for those that are not held there."""
         room = self.tiers.room_in(self._layer)
         if room < self.blocks and self.tiers.loose(self._layer, self._ids[: self.blocks]) <= room:
             return self.blocks

@@ -2,7 +2,7 @@
 
 A part is written to the tier when it first leaves its slot, or, where writes cost next to nothing, when its block is
 full and slots run short; and not again: its cell stays its own until the block is
-let go, or somebody writes to it (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
+let go, or written to (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
 residents give theirs up, and memory and tier together hold what both have room for.
 """
 
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 class Tiers(Lodging):
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
     ``clock`` (second chance), ``lru``, ``fifo`` or ``random``. ``debug`` fills slots that parts have left, and the one
-    that stands for absent parts, with NaN, so that whoever reads them is seen.
+    that stands for absent parts, with NaN, so that a read of them shows.
 
     Of a pool whose KV heads lie apart it knows those of KV head ``row`` alone (see head_tiers.py)."""
 
@@ -124,12 +124,12 @@ class Tiers(Lodging):
             self._withheld += taken
 
     def loose(self, layer: int, blocks: Array) -> int:
-        """How many of ``blocks`` nobody holds."""
+        """How many of ``blocks`` have no holder."""
         return int(self.pins.loose(layer, blocks).sum()) if self.pins.held else len(blocks)
 
     def fetch(self, layer: int, blocks: Array, ahead: bool = False, gate: Gate | None = None) -> Hold:
         """Hold ``blocks`` (int ids, no id twice) of one layer and begin to bring in those that are not resident;
-        ``ahead``: nobody waits for them yet. Behind a ``gate`` they come in this order, a few at a time. LostKV,
+        ``ahead``: no step waits for them yet. Behind a ``gate`` they come in this order, a few at a time. LostKV,
         TierFull or TierError, holding nothing, where that cannot be."""
         if self._losses and self._lost[layer, blocks].any():
             raise LostKV(f"KV blocks of layer {layer} were lost")
@@ -165,7 +165,7 @@ class Tiers(Lodging):
         self.tier.counts.bytes_read -= len(blocks) * self.tier.cell_bytes
 
     def found(self, layer: int, slots: Array) -> None:
-        """Parts of ``layer`` in ``slots`` were asked for by somebody who looked them up, and were there."""
+        """Parts of ``layer`` in ``slots`` were looked up and were there."""
         self.counts.hits += len(slots)
         self._turn.turn(layer)
         self._turn.touch(slots)
@@ -204,7 +204,7 @@ class Tiers(Lodging):
             self.offers.withdraw(slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Nobody holds ``blocks`` any more."""
+        """``blocks`` have lost their last holder."""
         if self.offers is not None:
             slots = self.pool.map_of(self.row)[:, blocks].reshape(-1)
             self.offers.withdraw(slots[slots >= 0])
@@ -310,7 +310,7 @@ class Tiers(Lodging):
             )
 
     def _victims(self, count: int, layer: int | None = None) -> tuple[Array, Array]:
-        """``count`` resident parts that nobody holds, of ``layer`` if it is given: layers and blocks."""
+        """``count`` resident parts without a holder, of ``layer`` if it is given: layers and blocks."""
         held = self.pool.map_flat()
 
         def allowed(slots: Array, parts: Array) -> Array:

@@ -88,7 +88,7 @@ class KVView:
         return self._paged
 
     def layout(self) -> Paged:
-        """Like :meth:`paged`, for whoever asks how tokens lie and reads none."""
+        """Like :meth:`paged`, for callers that ask how tokens lie and read none."""
         return self._paged
 
     @property

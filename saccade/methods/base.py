@@ -155,7 +155,7 @@ class Method(PolicyPart):
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
     numbers_heads: ClassVar[bool] = False  # whether it draws by a KV head's number in its layer
-    host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
+    rows_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property
     def joins_heads(self) -> bool:
@@ -251,7 +251,7 @@ class Method(PolicyPart):
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         """What each layer of a model reads in decode, for steps that a device runs on its own (see selection.plan): the
-        same keys as ``select_decode`` chooses. None where there is no such plan; the host path serves it then."""
+        same keys as ``select_decode`` chooses. None where there is no such plan; the row path serves it then."""
         return None
 
     def device_state(self, opening: Opening) -> DeviceState:

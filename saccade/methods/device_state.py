@@ -24,7 +24,7 @@ REALS = 8  # float64
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """What a device state is opened with: ``states``, the host path's, one a layer; the sequence's ``kv``; the model's
+    """What a device state is opened with: ``states``, the row path's, one a layer; the sequence's ``kv``; the model's
     ``spec``; the position ``turn`` of the turn's first decode row; ``length``, the keys of the row that comes next;
     and ``windowed``, whether rows are to keep to a policy's window."""
 
@@ -42,7 +42,7 @@ class Opening:
 
 class DeviceState:
     """Base: without numbers and memory. ``room``: rows of up to so many keys need no :meth:`grow`. ``length``: the
-    tokens that steps have stored, told by whoever runs them once a step has ended well."""
+    tokens that steps have stored, told by the backend once a step has ended well."""
 
     room: int = MOST
 
@@ -70,6 +70,6 @@ class DeviceState:
         return ()
 
     def settle(self, length: int) -> list[Any]:
-        """The states of all layers as the host path has them when ``length`` tokens are stored, whatever a step that
+        """The states of all layers as the row path has them when ``length`` tokens are stored, whatever a step that
         broke off has written since; this one is done."""
         return self.states

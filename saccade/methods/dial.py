@@ -1,4 +1,4 @@
-"""What of a method makes it read more, for whoever keeps its answers close to dense ones."""
+"""What of a method makes it read more, for a controller that keeps answers close to dense ones."""
 
 from __future__ import annotations
 

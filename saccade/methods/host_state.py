@@ -53,7 +53,7 @@ class HostState(DeviceState):
 
     def asked(self, length: int) -> torch.Tensor | None:
         """Where the queries of a row that sees ``length`` keys are to be put, [layers, heads, head_dim]; None where
-        nobody learns from them."""
+        nothing is learnt from them."""
         return None
 
     def keys(self, length: int) -> Any | None:
@@ -74,7 +74,7 @@ class HostState(DeviceState):
 
 class WholeRows(HostState):
     """Of any ``method`` whose rows of at most ``upto`` keys read everything (Method.whole_upto). The queries that it
-    learns from, the last ones, are kept meanwhile, and taken in once somebody asks for the states."""
+    learns from, the last ones, are kept meanwhile, and taken in once the states are asked for."""
 
     windows = True
 

@@ -37,7 +37,7 @@ class InfiniGen(WholeMethod):
     name: ClassVar[str] = "infinigen"
     paper: ClassVar[str] = "InfiniGen, arXiv:2406.19707"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    host_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
+    rows_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
     watches: ClassVar[bool] = True
 
     alpha: float = 5.0

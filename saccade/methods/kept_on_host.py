@@ -61,7 +61,7 @@ class HostKept(HostState):
         self.lay_out()
 
     def _sums(self) -> Sequence[Tensor | None]:
-        """What each list's keys have weighed, fp32 [units, room]; None where nobody asks."""
+        """What each list's keys have weighed, fp32 [units, room]; None where that is not asked for."""
         return [None] * len(self._lists)
 
     def _padded(self, lists: Sequence[Tensor] | Tensor) -> Tensor:

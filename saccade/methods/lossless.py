@@ -9,7 +9,7 @@ what the draft learns from it.
 A draft that keeps a state learns from verified rows alone: with each it chooses, reads and learns as if the row were
 its own, beside what dense attention reads. What its own rows taught it is dropped with them. So its state hangs on the
 tokens alone, and a replay of the accepted ones gives it to the last bit. What the draft evicts is gone for the draft,
-and for nobody else.
+and for it alone.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Lossless(Verified):
 
     @contextmanager
     def _quiet(self, chunk: Chunk) -> Iterator[None]:
-        """Without notes of a draft that evicts: they tell of keys that nobody can read any more, and here all can."""
+        """Without notes of a draft that evicts: they tell of keys that are gone for the draft, and here all can be
+        read."""
         notes = chunk.cost.notes
         before = len(notes)
         yield

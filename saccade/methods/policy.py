@@ -18,14 +18,12 @@ from typing import Any
 from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
-from saccade.methods.registry import AROUND, METHODS, MODIFIERS
+from saccade.methods.outside import load_outside, why_missing
+from saccade.methods.registry import KNOWN, METHODS, PRESETS
 from saccade.methods.tails import BlockMethod
 
 LONGEST_TEXT = 2000  # every option of every place of a policy spelt out takes fewer characters
 PHASES = ("prefill", "decode", "window", "freeze")  # the places of a policy
-KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS, **AROUND}
-# Names for policies, or for sums that join others; every method's own name is one already.
-PRESETS: dict[str, str] = {"cpe": "cis+psaw+etf"}
 _parser = (
     threading.RLock()
 )  # Python 3.11 counts the depth of all threads' trees in one place, and ends with SystemError
@@ -146,7 +144,10 @@ def parse_part(text: str) -> PolicyPart:
 def part_named(name: str) -> type[PolicyPart]:
     """The method, window or freeze of a name. PolicyError, with what was probably meant, where there is none."""
     if name not in KNOWN:
-        raise PolicyError(f"unknown method '{name}'{_hint(name, KNOWN)}; known: {_known()}")
+        load_outside()
+    if name not in KNOWN:
+        missing = "" if (why := why_missing(name)) is None else f" ({why})"
+        raise PolicyError(f"unknown method '{name}'{_hint(name, KNOWN)}{missing}; known: {_known()}")
     return KNOWN[name]
 
 
@@ -275,6 +276,7 @@ def _split(text: str, separators: str) -> list[str]:
 
 
 def _known() -> str:
+    load_outside()
     return ", ".join(sorted({*KNOWN, *PRESETS}))
 
 

@@ -25,7 +25,7 @@ class RandomChoice(Method):
     paper: ClassVar[str] = "chance"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     numbers_heads: ClassVar[bool] = True
-    host_only: ClassVar[str | None] = "its keys are drawn on the host"
+    rows_only: ClassVar[str | None] = "its keys are drawn on the host"
 
     k: float = 1024
     seed: int = 0

@@ -1,4 +1,5 @@
-"""The registry of methods. Adding one: its file, one line here, one row of the test matrix, one line of docs."""
+"""The registry of methods. Adding one to the package: its file, one line here, one row of the test matrix, one line of
+docs. Methods from outside the package come by :mod:`saccade.methods.outside`."""
 
 from __future__ import annotations
 
@@ -76,3 +77,8 @@ MODIFIERS: dict[str, type[PolicyPart]] = {part.name: part for part in (ETF, PSAW
 
 # What runs by other methods: one that verifies what another drafts, and the name for what is settled later.
 AROUND: dict[str, type[Method]] = {method.name: method for method in (Auto, Lossless)}
+
+KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS, **AROUND}
+
+# Names for policies, or for sums that join others; every method's own name is one already.
+PRESETS: dict[str, str] = {"cpe": "cis+psaw+etf"}

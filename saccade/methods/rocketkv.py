@@ -120,7 +120,7 @@ class RocketKV(SnapKV):
 
     name: ClassVar[str] = "rocketkv"
     paper: ClassVar[str] = "RocketKV, arXiv:2502.14051"
-    host_only: ClassVar[str | None] = "no batched kernel chooses blocks among kept keys"
+    rows_only: ClassVar[str | None] = "no batched kernel chooses blocks among kept keys"
 
     capacity: int = 2048
     window: int = 32

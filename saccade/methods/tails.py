@@ -18,7 +18,7 @@ NOTE = "blocks that were not read count by their means (tail=mean)"
 @dataclass(frozen=True)
 class BlockMethod(Method):
     """Base of methods that read blocks. ``tail``: see the module. Recorded steps have no kernel for tails: such a
-    request is served by the host path."""
+    request is served by the row path."""
 
     tail: str | None = field(default=None, kw_only=True)
 

@@ -35,7 +35,7 @@ class TopP(WholeMethod):
     paper: ClassVar[str] = "oracle"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     dial: ClassVar[Dial | None] = Dial("p", "share")
-    host_only: ClassVar[str | None] = "no batched kernel finds the fewest keys that hold a share of the weight"
+    rows_only: ClassVar[str | None] = "no batched kernel finds the fewest keys that hold a share of the weight"
 
     p: float = 0.95
     sinks: int = 0

@@ -38,7 +38,7 @@ class Twilight(WholeMethod):
     name: ClassVar[str] = "twilight"
     paper: ClassVar[str] = "Twilight, arXiv:2502.02770"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    host_only: ClassVar[str | None] = "no batched kernel prunes the keys of chosen blocks"
+    rows_only: ClassVar[str | None] = "no batched kernel prunes the keys of chosen blocks"
 
     p: float = 0.95
     base: float = 0.25

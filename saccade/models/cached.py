@@ -104,8 +104,8 @@ def digest(file: Path) -> str:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is the user's own, so that nobody else can have put anything into it. A link counts as whose it
-    is."""
+    """Whether a folder is the user's own, so that no other user can have put anything into it. A link counts as whose
+    it is."""
     try:
         link, target = folder.lstat(), folder.stat()
     except OSError:

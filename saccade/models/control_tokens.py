@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from saccade.errors import RequestError, shown
 
 PRIVATE = range(0x100000, 0x10FFFE)  # code points that no standard gives a meaning
-NAME = 8  # private characters of a control token's other name: nobody guesses it
+NAME = 8  # private characters of a control token's other name: it cannot be guessed
 _TAG = r"/?[\w-]+[>\]]"  # behind < or [: what templates look for in contents, </think> say
 
 Change = Callable[[Any], Any]

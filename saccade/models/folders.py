@@ -31,4 +31,4 @@ def checkpoint_folder(model: str | Path, revision: str | None = None, config_alo
         return folder_of(model)
     if str(model) in catalogue.ENTRIES and not Path(model).exists():
         return catalogue.folder_of(str(model))
-    return Path(model)  # whoever opens it expands a ~user, or says that there is none
+    return Path(model)  # opening it expands a ~user, or says that there is none

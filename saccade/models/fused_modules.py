@@ -162,7 +162,7 @@ def _linear(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | Non
 
 
 def _rotating(module: nn.Module, kernels: _Kernels) -> Callable[..., Tensor] | None:
-    """For a layer's attention that rotates queries and keys which nobody else reads, halves against each other."""
+    """For a layer's attention that rotates queries and keys which nothing else reads, halves against each other."""
     forward = plain_forward(module)
     if _ROTATION not in getattr(forward, "__code__", _rotating.__code__).co_names:
         return None

@@ -36,7 +36,7 @@ def folder_of(path: str | Path) -> Path:
     family or type that is not read."""
     try:
         file = Path(path).expanduser()
-    except RuntimeError as error:  # the home of nobody
+    except RuntimeError as error:  # a user without a home
         raise ModelError(f"{path} cannot be opened: {first_line(error)}") from error
     header = read_header(file)
     folder = cached(f"gguf-{_key(header)}-config-{VERSION}", lambda made: write_config(header, made), file.name)

@@ -69,7 +69,11 @@ def is_gguf(path: Path) -> bool:
     try:
         with path.expanduser().open("rb") as file:
             return file.read(4) == MAGIC
-    except (OSError, ValueError, RuntimeError):  # a folder, nothing, no permission, no path at all, the home of nobody
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # no file, no permission, no path, no home
         return False
 
 

@@ -151,7 +151,7 @@ class GgufWeights:
         return self._undone(found, rows).to(dtype or self._dtype).view(self.shapes[name])
 
     def read(self, part: Tensor) -> None:
-        """Let go of ``part`` of a tensor, which nobody reads again."""
+        """Let go of ``part`` of a tensor, which is not read again."""
         self._mapped.read(part)
 
     def let_go(self) -> None:

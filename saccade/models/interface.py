@@ -1,4 +1,4 @@
-"""What passes between the layer loop and whoever supplies attention: rows, segments, and the attention context."""
+"""What passes between the layer loop and what supplies attention: rows, segments, and the attention context."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ModelSpec:
 
     @property
     def ends_attending(self) -> bool:
-        """Whether the model's last layer attends, and keeps no state: rows that nobody looks at may skip it then."""
+        """Whether the model's last layer attends, and keeps no state: rows whose output is not read may skip it
+        then."""
         if self.states is None:
             return True
         return self.places[-1] == self.depth - 1 and len(self.places) + self.states.layers <= self.depth
@@ -74,7 +75,7 @@ class Segment:
 
 @dataclass(eq=False)
 class LatentRows:
-    """The rows of one pass at a layer whose keys are latents, as whoever attends may read them instead: by the keys and
+    """The rows of one pass at a layer whose keys are latents, as a backend may read them instead: by the keys and
     values of every head, where many rows read the same tokens.
 
     ``queries`` [heads, rows, key channels]: the rows' own, as they meet such keys. ``expand(stored, heads)`` makes of
@@ -166,7 +167,7 @@ class InputRows:
 
 
 class RowsPart(Protocol):
-    """Some of a pass's rows, whose attention is somebody else's work: meanwhile others' rows run on the device."""
+    """Some of a pass's rows, whose attention another device computes: meanwhile others' rows run on the device."""
 
     rows: slice  # of the packed ones
 
@@ -179,12 +180,12 @@ class RowsPart(Protocol):
         ...
 
     def drop(self) -> None:
-        """Wait for what was begun; nobody asks for it."""
+        """Wait for what was begun; its result is not wanted."""
         ...
 
 
 class WholeRows(Protocol):
-    """A pass's rows whose attention needs nothing from anybody between two layers."""
+    """A pass's rows whose attention needs nothing from outside between two layers."""
 
     def run_layers(
         self,

@@ -123,7 +123,8 @@ class _Pass(ABC):
     """What a module that keeps a state is given for its cache where a pass has packed rows."""
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What a layer that attends, too, asks of a cache: its new keys and values, which go to whoever attends."""
+        """What a layer that attends, too, asks of a cache: its new keys and values, which go to the attention
+        context."""
         return k, v
 
     @abstractmethod
@@ -176,7 +177,7 @@ class _Pieces(_Pass):
 
     def _index(self, numbers: list[int]) -> Tensor:
         device = next(iter(self.states.parts.values())).device
-        return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)  # nobody waits for the pass before
+        return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)  # no wait
 
     def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
         parts = {name: part[layer] for name, part in self.states.parts.items()}
@@ -285,7 +286,7 @@ class KeepingLayers:
                 module.forward = _Split(_with_kernels(module), number)
         for number, place in enumerate(attending_layers(family, config)):
             attention = getattr(layers[place], family.keeping.attention)
-            attention.layer_idx = number  # by which it is known to whoever attends
+            attention.layer_idx = number  # by which the attention context knows it
         self._channels = config.hidden_size
         self._in_slots = all(map(_calls_kernels, self._modules))
 

@@ -20,7 +20,7 @@ Projected = tuple[Tensor, Tensor, Tensor]
 
 class LayerKernels(Protocol):
     """One layer around its attention. ``hidden`` [rows, channels] is contiguous and written to; a ``delta`` of the same
-    shape is what is still to be added to it, so that whoever norms the sum next can add it in the same pass."""
+    shape is what is still to be added to it, so that the next norm can add it in the same pass."""
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
         """Queries, keys and values [heads or kv_heads, rows, head_dim], post-RoPE by ``cos``, ``sin`` [rows, head_dim],
@@ -60,8 +60,8 @@ class OwnProducts:
 @dataclass(frozen=True, eq=False)
 class KernelSet:
     """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``, or as float32 of such
-    values. ``whole``: the layers as whoever attends can run them by himself, in one call, if there is such a thing; he
-    then times them, too."""
+    values. ``whole``: all layers, attention included, in one call, where the backend has one; it then
+    times them, too."""
 
     layers: Sequence[LayerKernels]
     logits: Callable[[Tensor, Tensor | None], Tensor]

@@ -35,7 +35,7 @@ class PlainSource(Protocol):
         ...
 
     def read(self, part: Tensor) -> None:
-        """Let go of ``part`` of a tensor as :meth:`stored` gave it, which nobody reads again."""
+        """Let go of ``part`` of a tensor as :meth:`stored` gave it, which is not read again."""
         ...
 
 

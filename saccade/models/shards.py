@@ -68,7 +68,7 @@ def fitting_ranks(heads: int, kv_heads: int, head_dim: int) -> list[int]:
 
 
 def release(device: torch.device) -> None:
-    """Have the memory of parts that other ranks have, and that nobody holds any more, given back."""
+    """Have the memory of parts that other ranks have, and that are held here no more, given back."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -85,5 +85,5 @@ def through_template(hf: Any, conversation: list[Any], **variables: Any) -> str:
 def _rendered(hf: Any, conversation: list[Any]) -> str:
     try:
         return render(lambda: through_template(hf, conversation), hf.chat_template)
-    except Exception:  # whoever renders the conversation itself says so
+    except Exception:  # rendering the conversation itself says so
         return ""

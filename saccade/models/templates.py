@@ -33,7 +33,7 @@ def render(run: Callable[[], str], template: object) -> str:
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
             power = any(kind == "operator" and sign == "**" for _, kind, sign in jinja2.Environment().lex(str(text)))
-        except jinja2.TemplateError:  # whoever compiles it says so
+        except jinja2.TemplateError:  # compiling it says so
             power = False
         if power:
             raise RequestError("the chat template computes a power (**), which may never end; give another template")

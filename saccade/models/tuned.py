@@ -1,5 +1,6 @@
 """What was found of a model on a machine: which policy it allows, and from which length that pays. Files of the user's
-cache, ``tuned`` in the folder of ``models.cached``; ``saccade tune`` writes the first kind, whoever runs a policy of
+cache, ``tuned`` in the folder of ``models.cached``; ``saccade tune`` writes the first kind, a process that runs a
+policy of
 ``auto`` for the first time the second."""
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Warpers:
         """What comes after all penalties."""
         if not self.processors:
             return logits
-        nobody = torch.empty(1, 0, dtype=torch.long)  # these do not look at the sequence
-        return self.processors(nobody, logits[None].clone())[0]  # type: ignore[arg-type]
+        unread = torch.empty(1, 0, dtype=torch.long)  # these do not look at the sequence
+        return self.processors(unread, logits[None].clone())[0]  # type: ignore[arg-type]
 
 
 class TopP(TopPLogitsWarper):

@@ -24,7 +24,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor |
     if any(one is not None and one.dtype != x.dtype for one in (weight, other)) or x.dtype not in STORAGE:
         raise ValueError(f"a norm of {x.dtype} takes weights and gates of it, got {weight.dtype}")
     out = torch.empty(flat.shape, dtype=x.dtype)
-    if not out.numel():  # rows that nobody reads have left the last layer
+    if not out.numel():  # rows whose output is not read have left the last layer
         return out.view(x.shape)
     cpu.kernels().norm_rows(
         native.NormRows(

@@ -130,7 +130,7 @@ def _run(
     out: Tensor,
     eps: float = 0.0,
 ) -> None:
-    if x.numel() == 0:  # rows of a prefill that nobody reads have left the last layer
+    if x.numel() == 0:  # rows of a prefill whose output is not read have left the last layer
         return
     cpu.kernels().row_pass(_call(op, x, head_stride, width, other, weight, out, eps))
 

@@ -13,7 +13,7 @@ from saccade.kv.state_journal import Again
 class Slots:
     """One layer's part of the states of some sequences. ``pool`` [slots, ...], each slot's values one after another;
     ``reads``, ``writes`` int64 [sequences]: the slots that hold each sequence's state, and that take the next one (the
-    same, or one that nobody reads). -1: a row of padding, which has no state. ``notes``: of one sequence, where
+    same, or one that is not read). -1: a row of padding, which has no state. ``notes``: of one sequence, where
     kernels note what they did, if that may have to be done again."""
 
     pool: Tensor

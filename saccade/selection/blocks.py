@@ -157,7 +157,7 @@ class Ranking(Selection):
     guesses. One block has no sd: reading goes on.
 
     With ``complete`` the ranking is begun: ``order`` names the first ones of ``ranked`` blocks, and ``complete()`` the
-    order of all. Whoever reads all that are named without having covered enough needs :meth:`whole`.
+    order of all. A reader that has read all that are named without covering enough needs :meth:`whole`.
 
     ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"`` suffices. ``always`` blocks never
     enter ``rest``. As a selection it stands for everything it may read.

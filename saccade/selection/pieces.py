@@ -61,7 +61,8 @@ def read_blocks(selection: Selection, size: int) -> Tensor:
 
 
 def read_blocks_by_head(selection: Selection, size: int) -> Tensor | None:
-    """The same for each KV head, bool [kv_heads, blocks]; None where all of them read alike, or nobody says."""
+    """The same for each KV head, bool [kv_heads, blocks]; None where all of them read alike, or where that is not
+    known."""
     shape, kv_heads, units = selection.shape, selection.shape.kv_heads, selection.units
     if not isinstance(selection, (Blocks, Tokens)) or kv_heads == 1 or units % kv_heads:
         return None

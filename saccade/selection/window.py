@@ -210,7 +210,7 @@ def _cut_candidates(candidates: Candidates, cone: Cone, last: int) -> Candidates
     keep = (indices < sinks) | (indices >= start)
     if not bool(keep.all()):
         offsets, indices = _kept(offsets, indices, keep)
-    if candidates.local == 0:  # then the row's own key is forced for nobody, and a list may end empty
+    if candidates.local == 0:  # then the row's own key is forced for no row, and a list may end empty
         empty = offsets.diff() == 0
         own = offsets.new_full((candidates.units,), last)
         offsets, indices = _joined(offsets, indices, empty if full is None else empty & ~full, own)

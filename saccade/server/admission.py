@@ -98,7 +98,7 @@ class Admission:
 
 
 def shutting_down() -> ApiError:
-    """The answer to whoever still comes."""
+    """The answer to requests that still come."""
     return ApiError(503, "this server is shutting down; ask another one", "shutting_down", headers=_after(5))
 
 

@@ -133,7 +133,7 @@ def _answer(blocks: list[Any], where: str, called: dict[str, str]) -> JSON:
                 raise bad_request(f"{place} must have an id, a name and an input, which is an object", "messages")
             called[number] = name
             calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": given}})
-        elif kind != "redacted_thinking":  # nobody can read those
+        elif kind != "redacted_thinking":  # only the service that wrote them can read those
             message["content"].append({"type": "text", "text": _text(block, place)})
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)

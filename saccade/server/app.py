@@ -125,7 +125,7 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody is there to see it; the log and the metrics are
+        return Response(status_code=499)  # the client is gone; the log and the metrics see it
 
     @app.exception_handler(Exception)
     async def mistake(request: Request, error: Exception) -> Response:  # it is raised on, to the gate, which logs it

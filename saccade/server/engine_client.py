@@ -36,7 +36,7 @@ class EngineProcess(asyncio.Protocol):
     Where the process ends by itself, or hangs, everything that was asked of it fails with EngineLost. One that hangs
     may get on again, and then takes requests again. With ``restart`` a process that ended or hangs is started anew, its
     weights loaded again: sessions that are stored come back, other ones and prefixes are gone. Without it a lost engine
-    stays lost: what killed it may do so again, and whoever runs servers starts a new one.
+    stays lost: what killed it may do so again, and what runs the server starts a new one.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Outbox:
                     data = data[self._channel.send(data, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     pass
-                except OSError:  # nobody reads any more; the reading side sees it too
+                except OSError:  # the reader is gone; the reading side sees it too
                     return
             if data:
                 self._rest.append(data)
@@ -252,7 +252,7 @@ def _first(channel: socket.socket, frames: wire.Frames) -> bytes:
 
 
 def _read(channel: socket.socket, frames: wire.Frames, into: SimpleQueue[bytes]) -> None:
-    """Frames from the parent. Without it there is nothing to do, and nobody to tell."""
+    """Frames from the parent. Without it there is nothing to do."""
     try:
         while data := channel.recv(1 << 20):
             for content in frames.feed(data):

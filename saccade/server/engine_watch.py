@@ -50,7 +50,7 @@ class EngineWatch:
         """Why it hangs; None while it does not."""
         now = self._clock()
         late, self._looked = now - self._looked > 4 * self.every, now
-        if late:  # whoever looks was held up, and signs of life wait to be read
+        if late:  # this thread was held up, and signs of life wait to be read
             return None
         silent = now - self._heard
         if silent > 2 * self.every:

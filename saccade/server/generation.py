@@ -157,7 +157,7 @@ class Generation:
         return [self.outcomes[index] for index in range(self.ask.samples)]
 
     def end(self, why: ApiError) -> None:
-        """End it early: whoever takes next gets ``why``."""
+        """End it early: the next reader gets ``why``."""
         if self._why is None and not self.finished:
             self._why = why
             if self._outputs is not None:

@@ -50,7 +50,7 @@ def _first_line(error: object) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Nobody ends a grammar that never compiles once the parent is gone."""
+    """A grammar that never compiles would run on once the parent is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -60,7 +60,7 @@ class ReplicaLost(Exception):
 
 
 class Replicas(Protocol):
-    """Whoever knows the replicas."""
+    """What knows the replicas."""
 
     def send(self, request: Forwarded, route: str) -> AsyncIterator[Part]:
         """The answer of the replica that owns ``route``: its head, then its body as it comes. ReplicaLost where it

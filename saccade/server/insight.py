@@ -18,7 +18,7 @@ KEPT = 8  # ended requests of a key
 CALLERS = 64  # keys whose ended requests are kept, the latest ones
 RUNNING = 8  # requests at work that the engine reports
 _SECONDS = 1.0  # between two questions to the engine, however many ask
-_PATIENCE = 2.0  # seconds for a step to end, in which the engine answers nobody
+_PATIENCE = 2.0  # seconds for a step to end, in which the engine answers no one
 
 JSON = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.server.policies import PolicyRules
 
-SHORTEST = 16  # characters of a key that somebody chose
+SHORTEST = 16  # characters of a key that a person chose
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIELDS = {"name", "sha256", "max_concurrent", "requests_per_minute", "policies"}
 

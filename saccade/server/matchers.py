@@ -102,7 +102,7 @@ class GrammarMatcher:
         self._seconds = 0.0  # of the last mask
 
     def allowed(self, answer: Sequence[int]) -> Tensor:
-        """See :class:`saccade.engine.sampling.steering.Matcher`. Once the grammar is at its end, end tokens alone are
+        """See :class:`saccade.engine.sampling.masks.Matcher`. Once the grammar is at its end, end tokens alone are
         left."""
         began = time.perf_counter()
         matcher, vocab = self._upto(answer), self._compiler.vocab

@@ -203,7 +203,7 @@ class Metrics:
             self.between.observe(seconds / count)
 
     def aborted(self, samples: int) -> None:
-        """Samples whose end nobody waits for any more."""
+        """Samples that no client waits for any more."""
         if samples > 0:
             self.success.labels(self._model, "abort").inc(samples)
 
@@ -260,7 +260,7 @@ class _Audits(Collector):
 
 
 class _Engine(Collector):
-    """What is read off the engine whenever somebody asks."""
+    """What is read off the engine at each scrape."""
 
     def __init__(self, engine: EngineFace, model: str) -> None:
         self._engine, self._model = engine, model

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saccade.errors import PolicyError, shown
+from saccade.errors import PolicyError
 from saccade.methods.auto import ends
-from saccade.methods.policy import KNOWN, PHASES, Policy
+from saccade.methods.policy import PHASES, Policy, part_named
 
 _ANY = "(*)"
 OWN, NOTHING = "auto", "none"  # of --warm
@@ -25,8 +25,8 @@ class PolicyRules:
             name = text.strip().removesuffix(_ANY)
             if not text.strip().endswith(_ANY):
                 Policy.parse(text)
-            elif name not in KNOWN:
-                raise PolicyError(f"{shown(text)} names no method; known: {', '.join(KNOWN)}")
+            else:
+                part_named(name)
 
     def allows(self, policy: Policy) -> bool:
         if self.allowed is None:

@@ -1,7 +1,7 @@
 """What requests may hold. Names and meanings are OpenAI's, then vLLM's, then our own.
 
 A field that is not listed is refused by its name, and so is one that is listed but cannot be honoured (see
-``refused``): an answer that silently is not what was asked for helps nobody.
+``refused``): an answer that silently is not what was asked for misleads.
 """
 
 from __future__ import annotations

@@ -237,8 +237,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     for name in ("names", "hosts", "cors"):
         if name in server:
             server[name] = tuple(server[name])
+    gap = TOKEN_GAP if engine.get("tensor_parallel_size", 1) == 1 else None  # several ranks do not have it
     return application(
-        EngineConfig.of(**{"enable_prefix_caching": True, "max_token_gap": TOKEN_GAP, **engine}),
+        EngineConfig.of(**{"enable_prefix_caching": True, "max_token_gap": gap, **engine}),
         ServerConfig(
             keys=KeyRing() if keys is None else KeyRing.load(keys),
             policies=PolicyRules(None if rules is None else tuple(rules)),

@@ -74,7 +74,7 @@ class Replica:
 
 
 class _Pipe:
-    """Between the application and whoever reads its answer."""
+    """Between the application and the reader of its answer."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

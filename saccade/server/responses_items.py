@@ -46,7 +46,7 @@ def messages_of(given: str | Sequence[JSON]) -> list[JSON]:
 
 
 def check_calls(messages: Sequence[JSON]) -> None:
-    """400 for the output of a function that nobody called."""
+    """400 for the output of a function that was not called."""
     calls = [call["id"] for message in messages for call in message.get("tool_calls") or ()]
     called = {one for one in calls if isinstance(one, str)}
     for message in messages:

@@ -29,7 +29,7 @@ class Reasoning(Body):
 
 
 _REFUSED = {
-    "background": "whoever asks waits for the answer; set stream=true to see it come",
+    "background": "the caller waits for the answer; set stream=true to see it come",
     "max_tool_calls": "the client runs the tools and may stop when it likes",
     "conversation": "give previous_response_id instead",
     "prompt": "no prompts are kept here; give input",

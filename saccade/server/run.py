@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
             if clock() > ends and not told:
                 serving.end_all()
                 told = True
-            if clock() > ends + 2 * GRACE:  # the engine answers nobody
+            if clock() > ends + 2 * GRACE:  # the engine answers no one
                 serving.engine.give_up(EngineLost("this server shut down before the engine answered"))
                 break
             await asyncio.sleep(0.05)

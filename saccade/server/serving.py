@@ -149,7 +149,7 @@ class Serving:
         logger.info("request", extra={"fields": fields | caller.costs})
 
     def ended(self, caller: Caller, outcome: RequestOutcome, policy: Policy) -> None:
-        """A sample of ``caller`` has ended: it is counted, and told to whoever looks on."""
+        """A sample of ``caller`` has ended: it is counted, and told to observers."""
         self.metrics.ended(outcome, policy)
         self.insight.ended(caller, outcome)
         add_costs(caller.costs, outcome)
@@ -202,7 +202,7 @@ class Serving:
     async def parse(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on a body of ``size`` bytes. A large one is worked on by one thread, one after the other: a decoder
         holds the interpreter's lock for as long as it takes, and several of them would share it among themselves. Of
-        others that come at once the event loop takes one a turn, so that they hold up nobody together."""
+        others that come at once the event loop takes one a turn, so that they hold no other request up together."""
         if size > _SMALL:
             return await asyncio.get_running_loop().run_in_executor(self._parser, work)
         if size > _SHORT:

@@ -77,7 +77,7 @@ class Sessions:
         return stored or held is not None
 
     async def _open(self, place: tuple[str, str], held: Held) -> None:
-        """Have the engine begin a session, restore it, or go on with it; it is left again where nobody wants it by
+        """Have the engine begin a session, restore it, or go on with it; it is left again where it is not wanted by
         then."""
         opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner, self._known(held)))
         held.epoch = self._engine.epoch

@@ -21,7 +21,7 @@ class ServerConfig:
     """How a server answers.
 
     ``names``: what clients may call the model, the first in answers; the model's own name by default. ``keys``: who may
-    ask; nobody needs a key where it is empty, and then only this machine may be served. ``policies``: what requests may
+    ask; no key is needed where it is empty, and then only this machine may be served. ``policies``: what requests may
     choose. ``max_queue``: most samples that wait behind the engine's ``max_requests``; more are answered 429.
     ``deadline``: most seconds of a request, None for no limit; a request may ask for less. ``drain_seconds``: how long
     running requests may take to end after SIGTERM. ``step_limit``: after so many seconds without progress an engine

@@ -48,7 +48,7 @@ class Tracing:
         return Tracing(provider, model)
 
     def request(self, method: str, path: str, request_id: str, headers: dict[bytes, bytes]) -> Any:
-        """The span of a request over HTTP, which :meth:`answered` ends; None for what nobody wants to trace."""
+        """The span of a request over HTTP, which :meth:`answered` ends; None for what is not to be traced."""
         from opentelemetry.trace import SpanKind
 
         if path in _QUIET:

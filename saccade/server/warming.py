@@ -99,7 +99,7 @@ class KernelsAhead:
 
 def begin(config: EngineConfig, policies: Sequence[Policy], descriptors: Sequence[int] = ()) -> KernelsAhead | None:
     """See :class:`KernelsAhead`; None where there is nothing to compile, all was compiled by a server before this one,
-    or nobody but this process would do so."""
+    or only this process would do so."""
     on_gpu = str(config.device).startswith("cuda") and compiling.cache_folder() is not None
     if not policies or not on_gpu or config.backend == "reference" or sys.platform != "linux":
         return None
@@ -117,7 +117,7 @@ def settle(llm: LLM) -> None:
 
 def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None) -> None:
     """Before the first request: record steps under ``policies`` and run a few prompts, on a GPU; what ``ahead`` has
-    compiled is there by then. What was done is logged. A policy that fails is left to whoever asks for it."""
+    compiled is there by then. What was done is logged. A policy that fails is left to the request that asks for it."""
     if not policies or llm.model.device.type != "cuda":
         return
     if (lost := compiling.why_not_kept()) is not None:
@@ -137,7 +137,7 @@ def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None
         "policies": [one.text for one in policies],
         "recorded_steps": recorded,
         "seconds": round(time.perf_counter() - began, 1),
-        "kernels": compiled.kernels - before.kernels,  # that nobody had compiled
+        "kernels": compiled.kernels - before.kernels,  # that were not compiled before
         "compiler_seconds": round(compiled.seconds - before.seconds, 1),
     }
     logger.info("warm", extra={"fields": fields})
@@ -164,7 +164,7 @@ def run_through(llm: LLM, policies: Sequence[Policy]) -> int:
 
 @contextmanager
 def _left_out(policy: Policy) -> Iterator[None]:
-    """What fails under a policy before anybody has asked for it is logged."""
+    """What fails under a policy before it was asked for is logged."""
     try:
         yield
     except Exception as error:
@@ -183,7 +183,7 @@ def _dry(config: EngineConfig, policies: Sequence[Policy], found: Connection, de
         with suppress(OSError):
             found.send(("trouble", f"{type(error).__name__}: {error}"))
     found.close()
-    os._exit(0)  # its GPU's state is of no use to anybody, and takes a while to put in order
+    os._exit(0)  # its GPU's state is of no use, and takes a while to put in order
 
 
 def dry_config(config: EngineConfig) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""Sessions that survive their process: saved behind every turn, restored by name when somebody asks for them.
+"""Sessions that survive their process: saved behind every turn, restored by name when they are asked for.
 
 A session is a *group* of records in a store: a head (what was said, how it was computed, what the method knows, keys
 and values of the open tail) and segments, which have the keys and values of so many tokens each and never change. A

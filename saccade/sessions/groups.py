@@ -81,7 +81,7 @@ class Groups:
 
     @contextmanager
     def in_use(self, group: str) -> Iterator[None]:
-        """Nobody removes it for room meanwhile."""
+        """It is not removed for room meanwhile."""
         with self._lock:
             self._busy[group] += 1
         try:

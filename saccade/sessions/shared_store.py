@@ -18,8 +18,9 @@ _PLACE = "process."  # no key has a dot: a store of one process alone never take
 class SharedFileStore:
     """Each process writes in a folder of its own under ``path``, ``process.0`` and so on, and reads all of them.
 
-    A process that begins takes the first folder that nobody has, of an ended one too, with what is in it. So nobody
-    writes where another does, and what a dead process stored is there for all. What was stored later wins. ``list``,
+    A process that begins takes the first folder without an owner, of an ended one too, with what is in it. So no
+    process writes where another does, and what a dead process stored is there for all. What was stored later wins.
+    ``list``,
     ``delete`` and a bound on the size are of this process's folder; :meth:`forget` reaches all. What a store of one
     process left in ``path`` is read, too. InUse where such a one has ``path`` now, RequestError where the system
     refuses.
@@ -79,7 +80,7 @@ class SharedFileStore:
         group, found = head.partition("/")[0], False
         for one in (self._own, *self._others()):
             folder = one.path / group
-            held = [] if folder.is_symlink() else folder.glob("*")  # what a link leads to is somebody else's
+            held = [] if folder.is_symlink() else folder.glob("*")  # what a link leads to belongs to others
             names = [path.name for path in held if not path.name.startswith(".")]
             for key in sorted((f"{group}/{name}" for name in names), key=lambda key: key != head):
                 one.delete(key)

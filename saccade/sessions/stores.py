@@ -38,7 +38,7 @@ class BlockStore(Protocol):
     """Bytes by key. A key is ``group/name`` or ``name``, of lower-case letters, digits, ``-`` and ``_``.
 
     ``put`` puts the whole content in the place of what is there, or nothing. What is got may be torn all the same,
-    after a power failure say: whoever reads checks it. Every method may be called from any thread, and raises
+    after a power failure say: readers check it. Every method may be called from any thread, and raises
     SaccadeError where the store fails.
     """
 
@@ -129,7 +129,7 @@ class Files:
         except OSError as error:
             raise RequestError(f"{path} cannot be removed: {error.strerror or error}") from error
         if path.parent != self.path:
-            with contextlib.suppress(OSError):  # something is left in it, or somebody else was first
+            with contextlib.suppress(OSError):  # something is left in it, or another process was first
                 path.parent.rmdir()
 
     def exists(self, key: str) -> bool:
@@ -164,7 +164,7 @@ class Files:
         return entries
 
     def _leads_away(self, path: Path) -> bool:
-        """Whether a file lies in a folder of somebody else's, to which a link in this one leads."""
+        """Whether a file lies in a folder of another owner, to which a link in this one leads."""
         return path.parent != self.path and path.parent.is_symlink()
 
     def _path(self, key: str) -> Path:

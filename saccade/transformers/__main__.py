@@ -27,7 +27,7 @@ USAGE = "python -m saccade.transformers [--policy POLICY] COMMAND ..."
 
 
 def choose_by_default() -> None:
-    """Models of families that are served attend by saccade unless whoever loads them names another way."""
+    """Models of families that are served attend by saccade unless another way is named at load."""
     theirs = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(theirs)

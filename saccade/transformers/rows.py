@@ -12,8 +12,8 @@ from torch import Tensor
 from saccade.engine.core import new_request_id
 from saccade.engine.memory.sequence import new_sequence_id
 from saccade.engine.memory.sequence_memory import Cut
-from saccade.engine.rows.backend import HostAttention
-from saccade.engine.steps.paths import path_of
+from saccade.engine.rows.attention import RowAttention
+from saccade.engine.rows.layers_pass import path_of
 from saccade.engine.steps.step import RequestResult, ScheduledRequest, StepInput, StepResult
 from saccade.engine.watch.report import Report
 from saccade.errors import SaccadeError
@@ -64,7 +64,7 @@ class Row:
 class Part:
     """Rows that one planned step attends: decode rows of several sequences, or a chunk of one sequence's prompt."""
 
-    attention: HostAttention
+    attention: RowAttention
     scheduled: Sequence[ScheduledRequest]
     result: StepResult
     rows: Sequence[int]  # of the batch

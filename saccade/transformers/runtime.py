@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from saccade.engine.attention import Watch
 from saccade.engine.memory.memories import Memories
-from saccade.engine.rows.backend import HostBackend
+from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.checks import Checks
 from saccade.engine.settings.config import EngineConfig
@@ -51,7 +51,7 @@ class Running:
     config: EngineConfig
     model: Shown
     pool: BlockManager
-    backend: HostBackend
+    backend: RowBackend
     checks: Checks
 
 
@@ -90,7 +90,7 @@ class Runtime:
     @property
     def config(self) -> Any:
         config = self._config()
-        assert config is not None, "whoever asks has the model"
+        assert config is not None, "the caller has the model"
         return config
 
     def set(self, policy: PolicyLike, settings: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class Runtime:
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
         setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, by_fa4)
         checks = Checks(model, pool, spec.max_position, calibrations)
-        return Running(config, model, pool, HostBackend(setting, cast(Any, None)), checks)
+        return Running(config, model, pool, RowBackend(setting, cast(Any, None)), checks)
 
 
 def usable(policy: Policy) -> Policy:

@@ -18,7 +18,8 @@ from tiny_models import make_checkpoint
 from saccade import LLM, SamplingParams
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
-from saccade.methods.policy import KNOWN, Policy
+from saccade.methods.policy import Policy
+from saccade.methods.registry import KNOWN
 from saccade.outputs import RequestOutput
 
 POLICIES = [

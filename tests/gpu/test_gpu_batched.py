@@ -1,4 +1,4 @@
-"""The device backend on a GPU, its steps recorded in graphs: what it gives against the host path."""
+"""The device backend on a GPU, its steps recorded in graphs: what it gives against the row path."""
 
 from __future__ import annotations
 

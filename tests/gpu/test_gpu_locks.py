@@ -67,7 +67,7 @@ def test_records_and_weights_are_torchs(heads, kv_heads, dim, size):
 
 
 def test_recorded_steps_read_the_pages_that_the_host_path_reads(tmp_path):
-    """Tokens are the host path's until a page that the answer filled may be ranked, and those of steps launched one by
+    """Tokens are the row path's until a page that the answer filled may be ranked, and those of steps launched one by
     one to the end."""
     folder = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=2048, head_dim=64)
     made = [

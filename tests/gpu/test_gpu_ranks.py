@@ -18,7 +18,7 @@ from rank_helpers import same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.ranks import reduce
+from saccade.engine.ranks import meeting
 from saccade.errors import ModelError
 from saccade.methods.policy import Policy
 from saccade.models.baseline import RANDOM_8B, save_random_llama
@@ -95,9 +95,9 @@ def test_draws_and_streams(pair):
 
 
 @two_gpus
-@pytest.mark.parametrize("chosen", reduce.CHOICES)
+@pytest.mark.parametrize("chosen", meeting.CHOICES)
 def test_whatever_joins_them(folder, pair, monkeypatch, chosen):
-    monkeypatch.setenv(reduce.VARIABLE, chosen)
+    monkeypatch.setenv(meeting.VARIABLE, chosen)
     with make(folder, 2) as two:
         kinds = {"one_shot": "OneShotReduce", "nccl": "NcclReduce", "gloo": "GlooReduce"}
         assert joins(two) == kinds[chosen.partition(",")[0]]
@@ -215,7 +215,7 @@ def test_a_rank_that_ends_within_recorded_steps_ends_the_engine(folder, how):
 @pytest.mark.parametrize("chosen", ["gloo", "one_shot,gloo"])
 def test_two_ranks_on_one_gpu(folder, monkeypatch, chosen):
     """NCCL refuses that; sums over the host, and over symmetric memory of one GPU, do not."""
-    monkeypatch.setenv(reduce.VARIABLE, chosen)
+    monkeypatch.setenv(meeting.VARIABLE, chosen)
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     answers = []

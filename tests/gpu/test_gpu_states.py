@@ -1,4 +1,4 @@
-"""Methods whose recorded steps keep a state on the GPU: tokens are those of the CPU's host path, from graphs too, alone
+"""Methods whose recorded steps keep a state on the GPU: tokens are those of the CPU's row path, from graphs too, alone
 and side by side with rows that come and go."""
 
 from __future__ import annotations

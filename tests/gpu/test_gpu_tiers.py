@@ -155,7 +155,7 @@ def test_recorded_steps_bring_in_what_they_read(tmp_path, policy, unit, in_place
         backends, counts = done.report["decode"]["backends"], llm.pool.tiers.counts
         assert counts.misses > 0
         assert (llm.pool.tiers.offer().host is not None) == in_place
-        if policy != "dense":  # which does not fit: the host path brings it in, a layer at a time
+        if policy != "dense":  # which does not fit: the row path brings it in, a layer at a time
             assert backends["triton"] > 0.5 * sum(backends.values()), (backends, done.report["notes"])
             assert llm.engine.worker.device.graphs.recorded > 0
             assert done.report["tiers"]["hits"] > done.report["tiers"]["misses"]

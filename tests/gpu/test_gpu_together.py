@@ -10,7 +10,7 @@ from helpers import brute_force
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.rows import backend as host
+from saccade.engine.rows import attention as host
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.ops import Call, run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.rows import calls as host_calls
-from saccade.engine.rows.backend import HostAttention
+from saccade.engine.rows.attention import RowAttention
 from saccade.engine.rows.decode_rows import JoinedRows
 from saccade.engine.sampling.sampler import Sampler
 from saccade.engine.watch.report import Report
@@ -23,7 +23,7 @@ from saccade.kv import BlockManager, SequenceKV
 from saccade.kv.state_journal import StateJournal
 from saccade.kv.states import StatePool
 from saccade.methods.history import StateHistory
-from saccade.methods.policy import KNOWN
+from saccade.methods.registry import KNOWN
 from saccade.models.keeping import _Pieces
 from saccade.models.tokenizer import TextStream
 from saccade.ops import cpu, cpu_plans
@@ -97,7 +97,7 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
     if cpu.available():
         yield "kernel", cpu_plans.PlannedRows, "run", 0.004
         yield "kernel", cpu_plans.PlannedRows, "run_layers", 0.008
-    yield "layer loop", HostAttention, "run", 0.004
+    yield "layer loop", RowAttention, "run", 0.004
     yield "layer loop", JoinedRows, "run", 0.004
     yield "layer loop", JoinedRows, "run_layers", 0.008
     yield "layer loop", runner, "steps", 0.008

@@ -192,7 +192,7 @@ def prefill(settings: Settings, layer: Layer, method: Method) -> Done:
 
 
 def steps(settings: Settings, layer: Layer, method: Method) -> Done:
-    """Decode steps as the host path takes them: one for each sampled row, which are the last ones, after a prompt of
+    """Decode steps as the row path takes them: one for each sampled row, which are the last ones, after a prompt of
     all rows before. Times are medians over the steps; choosing counts what the method learns, too."""
     problem, rows, now = layer.problem, layer.truth.rows, CLOCKS[settings.clock]
     view = problem.views[0]

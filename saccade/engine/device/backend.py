@@ -1,7 +1,7 @@
 """The device backend: decode steps of many requests at once on a GPU, a few launches a layer, recorded in CUDA graphs.
 
 It serves requests whose method has a device plan (selection.plan), and short chunks of dense prefills
-(engine.device_prefill); all others keep to the host backend, in the same step. Requests whose plans have one form are
+(engine.device.prefill); all others keep to the row backend, in the same step. Requests whose plans have one form are
 one group of rows, whatever their numbers. What is stored, read and counted is the same on both.
 """
 
@@ -62,9 +62,9 @@ class DevicePass:
 
 
 class DeviceBackend(DeviceServing):
-    """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while somebody
-    looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run as a
-    larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
+    """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while an
+    observer looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run
+    as a larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
 
     def __init__(
         self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True
@@ -333,7 +333,8 @@ class DeviceBackend(DeviceServing):
         assert launched is not None
         kind, buffers = launched.kind, launched.buffers
         for row in _rows(placed):
-            row.kv.reserve(row.scheduled.stop + 1)  # which another process has room for
+            if row.kv.missing_blocks(row.scheduled.stop + 1):  # for which another process has room
+                row.kv.reserve(row.scheduled.stop + 1)
         choice = Choice(kind, placed)
         if choice.draws:
             choice.tokens = self.lead.tokens(choice.tokens)

@@ -75,7 +75,7 @@ class DevicePlans:
         spec = self.spec
         plan = method.device_plan(spec)
         if plan is None:
-            return Planned(None, why_not=f"'{method.text}': {method.host_only or 'no device plan for this model'}")
+            return Planned(None, why_not=f"'{method.text}': {method.rows_only or 'no device plan for this model'}")
         cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
         if window is not None:
             plan = window.narrowed(plan)

@@ -1,4 +1,4 @@
-"""Recording steps before anybody asks for one: a step of a size that comes for the first time is compiled and recorded
+"""Recording steps before they are asked for: a step of a size that comes for the first time is compiled and recorded
 amid traffic otherwise, which holds up all that run for tenths of a second.
 
 Steps of padding alone are run, so nothing is stored, read or counted.

@@ -1,5 +1,5 @@
 """Dense replays of a GPU's decode steps: recorded dense steps over the rows that lie in the buffers, each launched
-before the step that it is held against. What it stores that step writes over; what it chooses nobody takes."""
+before the step that it is held against. What it stores that step writes over; what it chooses is not taken."""
 
 from __future__ import annotations
 

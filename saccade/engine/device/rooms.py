@@ -56,7 +56,7 @@ class RowRooms:
         )
         return made
 
-    @torch.inference_mode()  # in which the host path may have made summaries
+    @torch.inference_mode()  # in which the row path may have made summaries
     def load(
         self, buffers: RowBuffers, step: StepInput, placed: Sequence[PlacedRow | None], each: int, times: int
     ) -> bool:
@@ -115,7 +115,7 @@ class RowRooms:
         """What the row's decode method keeps on the device."""
         return row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
 
-    @torch.inference_mode()  # in which the host path's states were made
+    @torch.inference_mode()  # in which the row path's states were made
     def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
         one = row.scheduled
         return one.policy.decode.device_state(Opening(states, row.kv, self._spec, one.span_start, one.stop))

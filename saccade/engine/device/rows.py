@@ -90,7 +90,7 @@ class RowBuffers:
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
         self._moved: list[np.ndarray] = []  # places in ``logical`` and what goes there, int64 [2, n] each
-        self.ahead = False  # whether a step was launched that nobody has asked for yet
+        self.ahead = False  # whether a step was launched that was not asked for yet
         self._before: list[Tensor] = []  # sums as they were before it, where it counts
 
     def asked_for(self, spec: ModelSpec, tokens: int) -> None:
@@ -159,7 +159,7 @@ class RowBuffers:
         self._inputs[4:, :count] = self._inputs[4:, :count].flip(0) if swaps else self.writes[:count].clone()
 
     def go_ahead(self, counts: bool) -> None:
-        """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""
+        """A step comes that was not asked for yet. ``counts``: it adds to what rules or readings have done."""
         self._write_blocks()
         self.ahead, self._before = True, [one.clone() for one in self._sums] if counts else []
 
@@ -199,7 +199,7 @@ class RowBuffers:
         return blocks
 
     def _write_blocks(self) -> None:
-        """Bring ``logical`` up to date, in one transfer that nobody waits for."""
+        """Bring ``logical`` up to date, in one transfer without a wait."""
         if self._moved:
             moved, self._moved = sent(torch.from_numpy(np.concatenate(self._moved, 1)), self.device), []
             self.logical.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))

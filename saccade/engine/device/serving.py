@@ -36,7 +36,7 @@ class DeviceServing:
         if one.phase != "decode" or (one.length != 1 and not one.together):
             return "only single decode rows are batched"
         if one.together and (one.length > EACH or not self.watch.idle):
-            return f"more than {EACH} rows of a request, or somebody looks on"
+            return f"more than {EACH} rows of a request, or an observer looks on"
         if one.row is not None:
             return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
@@ -44,7 +44,7 @@ class DeviceServing:
         if one.scored:
             return "log-probabilities of its tokens are wanted"
         if self.watch.logits is not None:
-            return "somebody looks at the logits of decode rows"
+            return "an observer looks at the logits of decode rows"
         if one.request_id in self.watch.bounds:
             return "bounds of its errors are wanted"
         if self.runner.spec.value_dim is not None and one.request_id in self.watch.audited:
@@ -56,7 +56,7 @@ class DeviceServing:
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:
-                return "somebody looks on, and some of its KV blocks are not resident"
+                return "an observer looks on, and some of its KV blocks are not resident"
             if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
                 return reason
         if planned.plan is not None:
@@ -70,7 +70,7 @@ class DeviceServing:
 
     def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
         if not self.watch.idle:
-            return "somebody looks on"
+            return "an observer looks on"
         if memory.kept is not None:
             return "layers that keep a state take prompts by the host"
         if not self._forward.serves:

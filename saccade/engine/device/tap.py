@@ -1,5 +1,5 @@
 """Where a recorded step leaves what audits look at: each layer's queries, results and their log-sum-exp, as the step's
-own kernels have written them. Nothing is copied: as long as somebody holds these tensors a recording keeps their memory
+own kernels have written them. Nothing is copied: as long as these tensors are held a recording keeps their memory
 to itself, and every replay writes to it anew."""
 
 from __future__ import annotations

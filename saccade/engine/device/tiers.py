@@ -26,7 +26,7 @@ class DeviceTiers:
 
     def __init__(self) -> None:
         self._begun: tuple[Offers, Flight] | None = None  # of a step that may run, and was not settled
-        self._ahead: tuple[Offers, Flight] | None = None  # of one launched behind it, or that nobody has asked for
+        self._ahead: tuple[Offers, Flight] | None = None  # of one launched behind it, or that was not asked for
         self._before = TierCounts()  # as the step began
         self._pauses: WeakKeyDictionary[SequenceKV, tuple[int, int]] = WeakKeyDictionary()  # left, and the last one
 

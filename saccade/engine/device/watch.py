@@ -95,7 +95,7 @@ class StepWatch:
                 continue
             scheduled, reading = row.scheduled, row.plan.layers[layer]
             try:
-                # Summaries of a block that this step fills are known to nobody yet: without a store of them the
+                # Summaries of a block that this step fills are not known yet: without a store of them the
                 # view computes its own.
                 view = KVView(row.kv.view(layer).upto(scheduled.stop).paged())
                 shape = Shape.suffix(q.shape[1], view.kv_heads, 1, scheduled.stop, q.device)

@@ -53,6 +53,7 @@ def lives_on_host(memory: SequenceMemory, opened: Opened) -> HostedMemory:
         held = opened(memory)
         memory.hosted = held
         return held
+    assert isinstance(held, HostedMemory), "only this module makes them"
     try:
         held.hosted_kv.settle()
     except BaseException:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from saccade.engine.steps.step import ScheduledRequest
-from saccade.kv.state_journal import Again, StateJournal
-from saccade.models.interface import StateRows
+from saccade.kv.state_journal import StateJournal
 
 if TYPE_CHECKING:
     from saccade.engine.memory.sequence_memory import SequenceMemory
-    from saccade.engine.rows.calls import RequestRows
 
 
 def begin(
@@ -49,30 +46,8 @@ def end(rows: ScheduledRequest, memory: SequenceMemory) -> None:
 
 
 def is_spoilt(memory: SequenceMemory) -> bool:
-    """Whether a step that failed has left its sequence's state as nobody knows it."""
+    """Whether a step that failed has left its sequence's state undefined."""
     return memory.kept is not None and memory.kept.spoilt
-
-
-def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
-    """Where layers find the states of the sequences of these rows; None where no layer keeps any."""
-    if not requests or requests[0].memory.kept is None:
-        return None
-    slots: list[int] = []
-    spans: list[tuple[int, int]] = []
-    inner: dict[int, tuple[int, int]] = {}
-    journals: dict[int, list[Again]] = {}
-    for memory, own in groupby(requests, lambda one: one.memory):  # drafted rows come behind each other
-        kept, rows = memory.kept, list(own)
-        assert kept is not None, "a model's sequences are alike"
-        assert kept.slot is not None, "the step has begun"
-        number, count = len(slots), sum(one.scheduled.length for one in rows)
-        slots.append(kept.slot)
-        spans.append((rows[0].first, count))
-        if kept.inner is not None:
-            inner[number] = kept.inner[0] - rows[0].scheduled.start, kept.inner[1]
-        if kept.journal is not None:
-            journals[number] = kept.journal.begin(count)
-    return StateRows(requests[0].memory.kept.pool.tensors, slots, spans, inner, journals)
 
 
 def shared_before(rows: ScheduledRequest, block: int) -> int:

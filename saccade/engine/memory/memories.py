@@ -75,7 +75,7 @@ class Memories(dict[int, SequenceMemory]):
         return left
 
     def pin(self, sequence: int, stored: int) -> None:
-        """The next step goes on after ``stored`` tokens: whatever runs until then, nobody takes the state there away.
+        """The next step goes on after ``stored`` tokens: whatever runs until then, the state there is not taken away.
         SaccadeError where layers keep states and none stands there."""
         kept = self[sequence].kept
         if kept is not None:
@@ -173,7 +173,7 @@ class Memories(dict[int, SequenceMemory]):
         self[sequence].begin_drafts(carried)
 
     def settled(self, sequence: int) -> None:
-        """Nobody goes back to a row of the last step."""
+        """No row of the last step is gone back to."""
         memory = self[sequence]
         memory.history.clear()
         if memory.kept is not None:

@@ -52,7 +52,7 @@ def save_sequence(
 ) -> SavedSession:
     """A copy of all that a session is between two turns. ``model``: its identity, None where the caller adds it;
     ``chunk``: of its prefills. With ``segment``, keys and values of whole segments of so many tokens are left out:
-    whoever saves copies them one by one (engine.pieces). RequestError while a turn runs."""
+    the caller copies them one by one (engine.pieces). RequestError while a turn runs."""
     if sequence.turn is not None:
         raise RequestError("this session is still answering; save it when the turn has ended")
     tensors = {"tokens": torch.tensor(sequence.tokens, dtype=torch.int64, device="cpu")}
@@ -77,7 +77,7 @@ def save_sequence(
         try:
             older = () if segment is not None else spaced(sequence.snapshots(chunk), sequence.computed)
             memory = sequence.memories.save(sequence.id, segment, older)
-        except LostKV:  # whoever has it back computes it again
+        except LostKV:  # restoring computes it again
             sequence.drop_kv()
             return save_sequence(sequence, model, chunk, segment)
         data["kv"], data["memory"] = memory.kv, memory.known

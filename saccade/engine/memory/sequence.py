@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.sequence_memory import Cut
@@ -13,15 +13,23 @@ from saccade.engine.steps.step import ScheduledRequest
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 
-if TYPE_CHECKING:
-    from saccade.engine.request import Request
-
 _ids = count(1)
 
 
 def new_sequence_id() -> int:
     """An id that no other sequence of this process has."""
     return next(_ids)
+
+
+class Turn(Protocol):
+    """What is being computed for a sequence (a request of the engine), as the sequence knows it."""
+
+    max_tokens: int
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens of its answer so far."""
+        ...
 
 
 @dataclass
@@ -71,7 +79,7 @@ class Sequence:
         self.id = new_sequence_id()
         self.memories = memories
         self.salt: str | None = None  # the turns'; sequences of unequal salt share no blocks
-        self.private = False  # turns named unequal salts: what they hold is for nobody else
+        self.private = False  # turns named unequal salts: what they hold is not shared
         self.note: str | None = None  # what the report of the next turn is to say
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
@@ -81,7 +89,7 @@ class Sequence:
         self.reached = 0  # where `computed` would stand had nothing been dropped
         self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
         self.turn_start: _Mark | None = None  # where the last turn began
-        self.turn: Request | None = None  # what is being computed for it now
+        self.turn: Turn | None = None  # what is being computed for it now
         self.owed = 0  # tokens that are computed again as a state went: see `resume`
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from saccade.engine.steps.carried import Carried, Weighed
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.hosted import HostedKV
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.sequence_states import SequenceStates
 from saccade.methods.base import Evicting, Method
@@ -24,8 +25,25 @@ from saccade.methods.state import MethodState, fork, snapshot
 from saccade.methods.verified import bare
 from saccade.ops import debug
 
-if TYPE_CHECKING:
-    from saccade.engine.memory.hosted import HostedMemory
+
+class OnHost(Protocol):
+    """A sequence's memory while it lives in host memory, as that of the sequence knows it (engine/memory/hosted.py)."""
+
+    hosted_kv: HostedKV
+
+    @property
+    def states(self) -> list[MethodState | None]:
+        """The decode method's, a layer each."""
+        ...
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the decode method knows anything."""
+        ...
+
+    def leave(self) -> None:
+        """The sequence lives on the device again."""
+        ...
 
 
 class Cut(Enum):
@@ -78,7 +96,7 @@ class SequenceMemory:
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None
         self._opened_by: Method | None = None
-        self._hosted: HostedMemory | None = None
+        self._hosted: OnHost | None = None
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
@@ -109,12 +127,12 @@ class SequenceMemory:
             hosted.hosted_kv.close()
 
     @property
-    def hosted(self) -> HostedMemory | None:
-        """See the class; whoever sets it has moved all that is known there."""
+    def hosted(self) -> OnHost | None:
+        """See the class; its setter has moved all that is known there."""
         return self._hosted
 
     @hosted.setter
-    def hosted(self, hosted: HostedMemory) -> None:
+    def hosted(self, hosted: OnHost) -> None:
         self._hosted, self._states, self._on_device = hosted, [None] * self.kv.layers, None
 
     def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:

@@ -25,7 +25,7 @@ DENSE = Policy()
 
 
 class LateOfRanks:
-    """What each rank counts of its heads of one request under one name, and keeps until somebody asks. ``ask`` gives
+    """What each rank counts of its heads of one request under one name, and keeps until a report is made. ``ask`` gives
     what all of them have counted, for what the first has."""
 
     def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]]) -> None:

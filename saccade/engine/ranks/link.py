@@ -24,7 +24,8 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce, device_reduce
+from saccade.engine.ranks.meeting import device_reduce
+from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 

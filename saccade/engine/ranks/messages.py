@@ -16,7 +16,7 @@ from saccade.methods.policy import Policy
 
 
 class Run(NamedTuple):
-    """See ``Worker.run``. ``forget``: counts, by request and name, that nobody asks for any more."""
+    """See ``Worker.run``. ``forget``: counts, by request and name, that no report asks for any more."""
 
     step: StepInput
     times: int

@@ -3,19 +3,13 @@
 Few rows are joined by torch's one-shot all-reduce over symmetric memory: every rank reads the parts of all others over
 NVLink and adds them up in the order of ranks, in one launch. More of them go through NCCL. Both run on the stream of
 the step and are recorded with it; each rank calls the same for parts of one shape and dtype, in the same order.
-
-NVLink multicast is left off: nothing here needs it, and it can hang GPUs that a host shares out. Whoever sets
-``NCCL_NVLS_ENABLE`` or ``TORCH_SYMM_MEM_DISABLE_MULTICAST`` himself is followed.
 """
 
 from __future__ import annotations
 
 import datetime
-import logging
-import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,12 +17,6 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from saccade.errors import SaccadeError, brief, shown
-
-logger = logging.getLogger(__name__)
-VARIABLE = "SACCADE_REDUCE"
-ONE_SHOT, NCCL, GLOO = "one_shot", "nccl", "gloo"
-CHOICES = f"{ONE_SHOT},{NCCL}", NCCL, f"{ONE_SHOT},{GLOO}", GLOO  # of VARIABLE: what joins few rows, and many
 MOST_SUM = 1 << 20  # bytes of a part whose sum is one shot
 ROOM = 1 << 23  # bytes of symmetric memory: of a sum, and of all ranks' parts that are gathered in one shot
 ALIGNED = 16  # bytes that the one-shot kernel reads at once
@@ -36,14 +24,6 @@ NEVER = datetime.timedelta(hours=24)  # a rank that compiles is waited for; one 
 RENDEZVOUS = datetime.timedelta(seconds=60)
 BLOCKS = 64  # of a one-shot kernel, more than it has
 FREEING = 20.0  # seconds, at most, that a stuck device is let go for
-
-# While ranks meet: no multicast, and no thread of NCCL's that ends this process over a rank that has ended.
-QUIET = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
 
 
 class Reduce(Protocol):
@@ -262,69 +242,6 @@ def takes(part: Tensor, nbytes: int, most: int) -> bool:
     return 0 < nbytes <= most and aligned and part.dtype in (torch.bfloat16, torch.float32)
 
 
-def asked() -> tuple[str, ...]:
-    """What joins few rows on GPUs, and what many. SaccadeError where ``SACCADE_REDUCE`` names nothing of the kind."""
-    said = os.environ.get(VARIABLE) or CHOICES[0]
-    if said not in CHOICES:
-        raise SaccadeError(f"{VARIABLE}={shown(said)} must be one of {', '.join(map(repr, CHOICES))}")
-    return tuple(said.split(","))
-
-
-def shares_gpus() -> bool:
-    """Whether ranks may share a GPU, which NCCL refuses."""
-    return GLOO in asked()
-
-
-def device_reduce(store: Any, rank: int, ranks: int, device: torch.device, name: str, host: GlooReduce) -> Reduce:
-    """What joins ``ranks`` ranks on their GPUs, as ``SACCADE_REDUCE`` says: all of them take the same. Where they have
-    no symmetric memory in common NCCL joins few rows, too, and a warning says why. ``host`` joins them already."""
-    with _quiet():
-        return _device_reduce(store, rank, ranks, device, name, host)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    added = [variable for variable in QUIET if variable not in os.environ]
-    os.environ.update({variable: QUIET[variable] for variable in added})
-    try:
-        yield
-    finally:
-        for variable in added:
-            del os.environ[variable]
-
-
-def _device_reduce(store: Any, rank: int, ranks: int, device: torch.device, name: str, host: GlooReduce) -> Reduce:
-    chosen = asked()
-    large: Reduce = host if GLOO in chosen else NcclReduce(store, rank, ranks, device)
-    if ONE_SHOT not in chosen:
-        return large
-    small, trouble = None, "" if _reaches_others(device, rank, ranks) else "its GPU does not reach the others' memory"
-    if not any(_agreed(host, bool(trouble))):
-        try:
-            small = OneShotReduce(store, rank, ranks, device, name, large)
-        except Exception as error:
-            trouble = f"{type(error).__name__}: {brief(error)}"
-    failed = [number for number, bad in enumerate(_agreed(host, bool(trouble))) if bad]
-    if small is None or failed:
-        why = trouble or "another one has none"
-        logger.warning("ranks %s have no symmetric memory, all sums go through %s: %s", failed, chosen[-1], why)
-        return large
-    return small
-
-
-def _agreed(host: GlooReduce, own: bool) -> list[bool]:
-    return [bool(one) for one in host.gather(torch.tensor([own], device="cpu"))]
-
-
-def _reaches_others(device: torch.device, rank: int, ranks: int) -> bool:
-    """Whether this GPU may read what lies on those of the other ranks, which stand one behind the other."""
-    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
-        return True
-    mine = device.index or 0
-    places = [mine - rank + other for other in range(ranks) if other != rank]
-    return all(torch.cuda.can_device_access_peer(mine, place) for place in places)
-
-
 def _here(options: Any) -> Any:
     """Run on the stream of the caller, where this version of torch can: a recording has no other one then."""
     with suppress(AttributeError):
@@ -339,7 +256,7 @@ def _launched(work: Any) -> None:
 
 
 def _beside(call: Any) -> None:
-    """On a thread that nobody waits for."""
+    """On a thread of its own."""
 
     def run() -> None:
         with suppress(Exception):

@@ -183,7 +183,7 @@ class SharedMemories(Memories):
         return {name: tensor for name, tensor in own.items() if _heads_at(name) is None} | heads
 
     def _tell(self, message: Message) -> None:
-        """What became of a sequence; where the others are gone, there is nobody to tell."""
+        """What became of a sequence; where the others are gone, it is not sent."""
         with suppress(RanksLost):
             self._link.tell(message)
 
@@ -230,7 +230,7 @@ class FirstRank(RankWorker):
         self._link = link
         self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
-        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what nobody asks for any more
+        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
         self._replays = False  # whether a step is a replay
         self._looks = Looks(link, setting.part)
         self.lead()

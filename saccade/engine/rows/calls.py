@@ -1,4 +1,4 @@
-"""One request's attention at one layer on the host path: choose what its rows read, read it, learn from it, count."""
+"""One request's attention at one layer on the row path: choose what its rows read, read it, learn from it, count."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WHOLE = 16  # channels that kernels read rows in
 
 def expands(setting: Setting, rows: RequestRows, spec: LayerAttention, count: int) -> bool:
     """Whether ``count`` rows of a request are attended so: rows of a prefill, by every method that chooses for each
-    head by itself and by what is there, and densely where that takes fewer products, unless somebody looks on."""
+    head by itself and by what is there, and densely where that takes fewer products, unless an observer looks on."""
     latent, method = spec.latent, rows.method
     if latent is None or rows.decodes or rows.together:
         return False

@@ -24,8 +24,8 @@ READ_ROWS = 128  # last rows of a prefill that always run whole: what prefill me
 def frozen_rows(
     batch: Sequence[ScheduledRequest], layers: int, all_read: Callable[[int], bool] = lambda _: False
 ) -> FrozenRows | None:
-    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether somebody looks at
-    the attention of every row of a request, given by its id, so that only what a policy freezes is skipped."""
+    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether an observer looks
+    at the attention of every row of a request, given by its id, so that only what a policy freezes is skipped."""
     if all(rows.phase != "prefill" for rows in batch):
         return None
     first, projected = [], []
@@ -42,7 +42,7 @@ def frozen_rows(
 
 
 def _leaves_unread(rows: ScheduledRequest) -> bool:
-    """Whether the last layer of a prefill may skip rows that nobody reads."""
+    """Whether the last layer of a prefill may skip rows whose output is not read."""
     freeze = rows.policy.freeze
     return (
         rows.phase == "prefill"

@@ -1,28 +1,28 @@
-"""One pass of the layers over a step's packed rows, attended by the host backend."""
+"""One pass of the layers over a step's packed rows, attended by the row backend."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.memory.kept_states import state_rows
+from saccade.engine.rows.attention import RowAttention
+from saccade.engine.rows.calls import RequestRows
 from saccade.engine.rows.pass_tokens import take_logits
 from saccade.engine.sampling.sampler import NOT_FINITE, row_logprobs
-from saccade.engine.steps.paths import path_of
+from saccade.engine.steps.paths import CHUNK, HOST, LAYER, ROW, STEP, TIER, Path
 from saccade.engine.steps.step import ScheduledRequest, StepInput, StepResult
 from saccade.engine.watch.observe import LogitsObserver
-from saccade.models.interface import ScoredRows, Segment
+from saccade.kv.state_journal import Again
+from saccade.models.interface import ScoredRows, Segment, StateRows
 from saccade.models.runner import HFRunner
 
-if TYPE_CHECKING:
-    from saccade.engine.rows.backend import HostAttention
 
-
-class HostPass:
+class LayersPass:
     """The pass of ``step``, planned (see engine.attention.PlannedStep): ``attention`` attends layer by layer, what rows
     did is written down in ``result``."""
 
@@ -31,7 +31,7 @@ class HostPass:
         runner: HFRunner,
         step: StepInput,
         result: StepResult,
-        attention: HostAttention,
+        attention: RowAttention,
         looks: LogitsObserver | None,
     ) -> None:
         self.runner, self.step, self.result, self.attention = runner, step, result, attention
@@ -99,3 +99,41 @@ def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result:
                 result.requests[one.request_id].prompt_scores[place] = entries
 
     return ScoredRows(torch.tensor([row for row, _, _, _ in scored]), visit)
+
+
+def path_of(rows: RequestRows, attention: RowAttention) -> Path:
+    """The path that ``rows`` of a pass have taken, once it has run."""
+    joined, passed_on = attention.joined, rows.result.passed_on
+    if attention.is_hosted(rows):
+        return Path(HOST)
+    if rows.scheduled.request_id in attention.resolved:
+        return Path(TIER, passed_on)
+    if not (rows.decodes or rows.together):
+        return Path(CHUNK, passed_on)
+    if joined is None or id(rows) not in attention.together:
+        return Path(ROW, passed_on or attention.why_apart)
+    if (why := joined.why_chosen.get(id(rows))) is not None:
+        return Path(ROW, passed_on or why)
+    return Path(STEP, passed_on) if joined.ran_whole else Path(LAYER, passed_on or attention.why_not_whole())
+
+
+def state_rows(requests: Sequence[RequestRows]) -> StateRows | None:
+    """Where layers find the states of the sequences of these rows; None where no layer keeps any."""
+    if not requests or requests[0].memory.kept is None:
+        return None
+    slots: list[int] = []
+    spans: list[tuple[int, int]] = []
+    inner: dict[int, tuple[int, int]] = {}
+    journals: dict[int, list[Again]] = {}
+    for memory, own in groupby(requests, lambda one: one.memory):  # drafted rows come behind each other
+        kept, rows = memory.kept, list(own)
+        assert kept is not None, "a model's sequences are alike"
+        assert kept.slot is not None, "the step has begun"
+        number, count = len(slots), sum(one.scheduled.length for one in rows)
+        slots.append(kept.slot)
+        spans.append((rows[0].first, count))
+        if kept.inner is not None:
+            inner[number] = kept.inner[0] - rows[0].scheduled.start, kept.inner[1]
+        if kept.journal is not None:
+            journals[number] = kept.journal.begin(count)
+    return StateRows(requests[0].memory.kept.pool.tensors, slots, spans, inner, journals)

@@ -112,7 +112,7 @@ class FixedPlans:
         if rows.drafted:
             return "rows of drafts are counted, and taken back, one by one"
         if self.setting.watch.sees_calls:
-            return "somebody looks at its calls"
+            return "an observer looks at its calls"
         if rows.memory.has_gone:
             return "an earlier turn evicted keys"
         return "bounds of its errors are wanted" if rows.scheduled.request_id in self.setting.watch.bounds else None
@@ -175,7 +175,7 @@ class FixedPlans:
             spec = replace(spec, windows=(None,) * spec.layers)
         plan = method.device_plan(spec)
         if plan is None:
-            return f"'{method.text}': {method.host_only or 'no plan for this model'}"
+            return f"'{method.text}': {method.rows_only or 'no plan for this model'}"
         if len(set(plan.layers)) == 1 and plan.keeps:
             return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
         for one in dict.fromkeys(plan.layers):

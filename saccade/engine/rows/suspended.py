@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from saccade.engine.rows.layers_pass import HostPass
+from saccade.engine.rows.layers_pass import LayersPass
 from saccade.engine.steps.step import StepResult
 
 
@@ -28,7 +28,7 @@ class SuspendedPass:
     passes that run meanwhile but blocks and weights.
     """
 
-    def __init__(self, planned: HostPass, device: torch.device) -> None:
+    def __init__(self, planned: LayersPass, device: torch.device) -> None:
         self.step, self.result, self.device = planned.step, planned.result, device
         self._steps = planned.steps()
         self._layers, self._seconds = 0, 0.0

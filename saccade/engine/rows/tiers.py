@@ -1,4 +1,4 @@
-"""The host path over KV that does not all lie in memory: whose keys stay there for a step, what moved for whom."""
+"""The row path over KV that does not all lie in memory: whose keys stay there for a step, what moved for whom."""
 
 from __future__ import annotations
 

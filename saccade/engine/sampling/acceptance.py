@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.randomness import uniform
 
 # Draws at one place that must not hang together: the draft's, whether its token stays, and the one in its stead. The
-# seed's own draw at a place belongs to tokens that nobody drafted.
+# seed's own draw at a place belongs to tokens that were not drafted.
 DRAFTED, KEPT, INSTEAD = 0x1B56C4E9A3D1F207, 0x2545F4914F6CDD1D, 0x3C6EF372FE94F82B
 
 

@@ -11,15 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from saccade.errors import RequestError
-
-if TYPE_CHECKING:
-    from saccade.engine.request import Request
-    from saccade.engine.sampling.steering import Matcher
 
 THREADS = 4  # one may be slow, and the others' masks come nevertheless
 STACK = 64 << 20  # bytes of each: grammars are read by functions that call themselves
@@ -29,12 +25,27 @@ MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it 
 T = TypeVar("T")
 
 
+class Matcher(Protocol):
+    """Follows one answer along its constraint. One thread at a time calls it, and not the engine's where masks take
+    long (this module)."""
+
+    def allowed(self, answer: Sequence[int]) -> Tensor:
+        """Which tokens may come after ``answer``, the tokens of the answer so far: bool [vocab], of the model's own
+        vocabulary. What it raises ends the request with that error."""
+        ...
+
+    def accepts(self, answer: Sequence[int]) -> bool:
+        """Whether ``answer``, without a token that ends it, may end there."""
+        ...
+
+
 class Following:
-    """One answer's ``matcher``. ``seconds``: that it took so far. ``owner``: the request, once there is one."""
+    """One answer's ``matcher``. ``seconds``: that it took so far. ``owner``: the request, once there is
+    one; this module does not look into it."""
 
     def __init__(self, matcher: Matcher, masks: Masks) -> None:
         self.matcher, self.masks = matcher, masks
-        self.owner: Request | None = None
+        self.owner: object | None = None
         self.seconds = 0.0
         self._began: float | None = None
         self._mask: Future[Tensor] | None = None
@@ -86,7 +97,7 @@ class Following:
         )
 
     def end(self) -> None:
-        """Nobody wants masks any more."""
+        """No more masks are wanted."""
         if self._mask is not None:
             self._mask.cancel()
         self.masks.forget(self)

@@ -72,7 +72,7 @@ class Sampler:
 
     def sample(self, ids: list[int], logits: Tensor, position: int, proposal: Proposal | None = None) -> int:
         """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
-        Greedy ties go to the lower id. ``proposal``: what a draft drew there, to be kept or not (engine.acceptance).
+        Greedy ties go to the lower id. ``proposal``: what a draft drew there, to be kept or not (.acceptance).
         ModelError where the greatest logit is no finite number, RequestError where the
         sampling parameters make it so: some token would come out of it, and mean nothing."""
         scores = self._sound(ids, logits)

@@ -9,26 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from saccade.engine.sampling.masks import Following, Masks
+from saccade.engine.sampling.masks import Following, Masks, Matcher
 from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import RequestError
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
-
-
-class Matcher(Protocol):
-    """Follows one answer along its constraint. One thread at a time calls it, and not the engine's where masks take
-    long (``engine.masks``)."""
-
-    def allowed(self, answer: Sequence[int]) -> Tensor:
-        """Which tokens may come after ``answer``, the tokens of the answer so far: bool [vocab], of the model's own
-        vocabulary. What it raises ends the request with that error."""
-        ...
-
-    def accepts(self, answer: Sequence[int]) -> bool:
-        """Whether ``answer``, without a token that ends it, may end there."""
-        ...
 
 
 class Constraint(Protocol):

@@ -1,4 +1,4 @@
-"""Which rows of a step are audited (see engine.audit), and steps that are replayed densely.
+"""Which rows of a step are audited (see engine.watch.audit), and steps that are replayed densely.
 
 Before a step that is replayed the same rows run with dense attention over the keys that there are, and what that leaves
 is taken back. Dense means what ``lossless`` means by it: the same prefill and the same earlier steps."""

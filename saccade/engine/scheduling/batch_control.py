@@ -5,12 +5,13 @@ Over a tier (kv/tiers.py) admission goes by what memory and tier hold together, 
 reads (PSA, section 3.4, takes what the GPU holds): requests that do not fit beside the others are held back for a turn.
 Nothing of theirs is dropped; what they do not read leaves memory by itself, and comes back when it is their turn.
 
-Turns. While some are held back, whoever has run ``quantum`` steps goes behind all others. The first in line always
-runs. So with n decoding requests each runs again after at most (n - 1) * ``quantum`` steps, whatever the others need.
+Turns. While some are held back, a request that has run ``quantum`` steps goes behind all others. The first in line
+always runs. So with n decoding requests each runs again after at most (n - 1) * ``quantum`` steps, whatever the others
+need.
 
 Who joins. Requests that wait begin as soon as memory and tier hold them, and then take turns. With ``max_token_gap`` a
-turn that does not come is a gap, too: a request begins once its working set fits beside those that run, or nobody
-runs. It is taken for what others of its policy read, apart from steps for which all of their keys were brought in.
+turn that does not come is a gap, too: a request begins once its working set fits beside those that run, or once
+none runs. It is taken for what others of its policy read, apart from steps for which all of their keys were brought in.
 """
 
 from __future__ import annotations

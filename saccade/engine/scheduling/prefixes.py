@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 class PrefixCache:
     """Finds and keeps prefixes in the blocks of ``pool``. ``chunk``: rows of a prefill step. The least recently used is
-    given up first, as soon as anybody needs its blocks.
+    given up first, as soon as its blocks are needed.
 
     ``queries``: prompt tokens that were looked up; ``hits``: those of them that did not have to be computed.
     """
@@ -138,11 +138,11 @@ class PrefixCache:
 
     @property
     def kept_slots(self) -> int:
-        """Slots that hold nothing but what ended requests left: whoever needs them gets them. For any thread."""
+        """Slots that hold nothing but what ended requests left: a request that needs them gets them. For any thread."""
         return self.pool.kept_slots
 
     def evict(self) -> bool:
-        """Give up what nobody can go on from any more, or the prefix of an ended request that was used least recently;
+        """Give up what can no longer be continued, or the prefix of an ended request that was used least recently;
         False where there is none."""
         if self.tidy():
             return True
@@ -152,8 +152,8 @@ class PrefixCache:
         return True
 
     def tidy(self) -> bool:
-        """Where the states of layers that keep one went for others, nobody goes on from keys behind the last one that
-        is left: give these up. Whether there were any."""
+        """Where the states of layers that keep one went for others, no sequence goes on from keys behind the last one
+        that is left: give these up. Whether there were any."""
         states = self.pool.states
         if states is None or not states.losers:
             return False
@@ -257,7 +257,7 @@ class PrefixCache:
         donor, length, later = None, 0, 0
         known = {id(asking)}
         while True:
-            # Who holds a block holds all before it: a few looks find the last one that somebody else holds.
+            # Who holds a block holds all before it: a few looks find the last one with another holder.
             depth = bisect_left(own, True, key=partial(self._held_by_few, len(known)))
             reach = self._whole(span, depth * self._size)
             if reach <= length:
@@ -297,7 +297,7 @@ class PrefixCache:
                 holders[donor] = None
 
     def _forget(self, donor: _Donor, length: int = 0) -> None:
-        """Nobody finds a donor beyond its first ``length`` tokens."""
+        """No sequence finds a donor beyond its first ``length`` tokens."""
         for place in donor.hashes[length // self._size :]:
             holders = self._places[place]
             del holders[donor]

@@ -93,7 +93,7 @@ class Scheduler:
         return held.rows
 
     def park(self, sequence: Sequence) -> None:
-        """Keep a session's KV for its next turn, until somebody else needs the blocks."""
+        """Keep a session's KV for its next turn, until its blocks are needed."""
         self.idle[id(sequence)] = sequence
 
     def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
@@ -177,8 +177,8 @@ class Scheduler:
 
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Whether the next step will most likely have the same requests, each with the token that the device
-        chooses in this one: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many
-        are free, or only kept for prefixes; none while parts of others are absent: it may have no slots yet."""
+        chooses in this one: no request waits, and none has all its tokens by then. Blocks for it are reserved, where
+        many are free, or only kept for prefixes; none while parts of others are absent: it may have no slots yet."""
         if self.waiting or len(batch) != len(self.running):
             return False
         for request, rows in batch:

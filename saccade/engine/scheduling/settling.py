@@ -121,7 +121,7 @@ class Settling:
 
     def _trim(self, tokens: int) -> None:
         """A sequence of so many tokens is gone, and what its method knew: the C library would keep that memory, in
-        pieces that fit nobody's next request."""
+        pieces that fit no later request."""
         self._ended += tokens
         if self._ended >= TRIM_TOKENS:
             self._ended = 0

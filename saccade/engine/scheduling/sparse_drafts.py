@@ -94,7 +94,7 @@ class SparseDrafts:
         ]
 
     def _all_rest(self, batch: Batch) -> bool:
-        """Whether nobody will draft for a while yet: then a step is a plain one in what the host does for it, too.
+        """Whether no request will draft for a while yet: then a step is a plain one in what the host does for it, too.
         Only the ledgers hear of it, which such steps fill again."""
         resting: list[Speculation] = []
         for request, rows in batch:
@@ -253,8 +253,8 @@ class SparseDrafts:
         return rows._replace(stop=stop, all_logits=True, drafts=tuple(drafts), together=together, sampling=sampling)
 
     def _together(self, one: Round, stop: int) -> bool:
-        """Whether all rows are attended at once: where nobody learns from single ones, or looks on, and the last bit
-        may hang on how many there are."""
+        """Whether all rows are attended at once: where no method learns from single ones, no observer looks on, and the
+        last bit may hang on how many there are."""
         regime = self.model.runner.rope_regime
         if not self.worker.setting.part.is_alone:  # which rows stay is told to one process alone
             return False

@@ -1,9 +1,10 @@
-"""The gap between tokens: what prefills may take of a step's seconds, so that nobody waits long for the next one.
+"""The gap between tokens: what prefills may take of a step's seconds, so that no answer waits long for its next one.
 
 A round is a step of decode rows and short prompts, and what long prefills get behind it. It lasts as long as the gap
 allows, by what earlier steps took, and its seconds are shared out (:func:`shared_out`): the prefill that came first has
-a share that nobody can take from it, the rest goes to the others by when they are due: ``STRETCH`` times as long after
-they came as they take. So short ones are soon done, and who has waited that long gives way to nobody who comes later.
+a share that is never taken from it, the rest goes to the others by when they are due: ``STRETCH`` times as long after
+they came as they take. So short ones are soon done, and a request that has waited that long goes before all that come
+later.
 
 A chunk that fits into its request's seconds runs in the step, beside the decode rows. One that does not is
 

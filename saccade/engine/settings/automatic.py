@@ -5,26 +5,32 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from saccade.engine.settings.config import EngineConfig
+from saccade.engine.settings.pays import Runs as Timed
 from saccade.engine.settings.pays import Untimed, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.methods.auto import SAFE, Asked, Offer, settled
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times, find_times, find_tuned, keep_times, place_of
 
-if TYPE_CHECKING:
-    from saccade.engine.core import Engine
-
 logger = logging.getLogger(__name__)
 
 SECONDS = 30.0  # that the first request of a machine and model may wait for a timing
 
 
+class Runs(Timed, Protocol):
+    """An engine, as far as its offers hang on it."""
+
+    config: EngineConfig
+    link: Any
+
+
 class Automatic:
     """For one engine, which it does not keep alive."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Runs) -> None:
         self._engine = weakref.ref(engine)
         self._offer: Offer | None = None
 
@@ -94,7 +100,7 @@ class Automatic:
         config = self._own().config
         return 4 * config.chunk if config.enable_prefix_caching else 0
 
-    def _own(self) -> Engine:
+    def _own(self) -> Runs:
         engine = self._engine()
         assert engine is not None, "an engine asks while it lives"
         return engine

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from saccade.engine.sampling.params import SamplingParams
+from saccade.engine.settings.checks import Checks
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
+from saccade.models.loader import LoadedModel
 from saccade.models.tuned import Times
 from saccade.prose import generate
-
-if TYPE_CHECKING:
-    from saccade.engine.core import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,28 @@ class Untimed:
     later: bool = False
 
 
+class Runs(Protocol):
+    """An engine, as far as timing a policy needs it (engine/core.py)."""
+
+    model: LoadedModel
+    checks: Checks
+    max_model_len: int
+    prefixes: Any
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run or wait."""
+        ...
+
+    def add(self, prompt: list[int], params: SamplingParams, policy: Policy, *, cache_salt: str) -> Any:
+        """Queue one sample."""
+        ...
+
+    def step(self) -> Any:
+        """Run one step."""
+        ...
+
+
 def pays_from(times: Times, phase: str) -> int | None:
     """The fewest tokens from which on ``phase`` takes dense attention GAIN times as long, or longer, at every length up
     to FURTHER times the longest measured; None where there are none, or where it is slower at the longest measured:
@@ -62,7 +83,7 @@ def pays_from(times: Times, phase: str) -> int | None:
     return found
 
 
-def timed(engine: Engine, policy: Policy, seconds: float, always: bool = False) -> Times | Untimed:
+def timed(engine: Runs, policy: Policy, seconds: float, always: bool = False) -> Times | Untimed:
     """Run ``policy`` and dense attention over made prose, by turns, at the greatest length for which that takes no more
     than about so many ``seconds`` and at a shorter one; with ``always`` at the two least where none are so short. The
     engine must have nothing else to do."""
@@ -81,7 +102,7 @@ def timed(engine: Engine, policy: Policy, seconds: float, always: bool = False) 
 
 
 def _timed(
-    engine: Engine, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float, always: bool
+    engine: Runs, policy: Policy, lengths: list[int], on_gpu: bool, seconds: float, always: bool
 ) -> Times | Untimed:
     probed, dense = PROBE_ON_GPU if on_gpu else PROBE, Policy()
     ids = _text(engine, probed)
@@ -112,7 +133,7 @@ def _timed(
 
 
 @contextmanager
-def _unseen(engine: Engine) -> Iterator[None]:
+def _unseen(engine: Runs) -> Iterator[None]:
     """What runs leaves nothing behind for others: no prefix where there was none, and no counts."""
     prefixes = engine.prefixes
     if prefixes is None:
@@ -131,7 +152,7 @@ class _FailedError(Exception):
     pass
 
 
-def _run(engine: Engine, ids: list[int], policy: Policy) -> tuple[float, float, float, float]:
+def _run(engine: Runs, ids: list[int], policy: Policy) -> tuple[float, float, float, float]:
     """Seconds of a prefill and of a decode step behind it, by the wall and by this process's own clock (on a GPU by the
     wall, twice), nothing shared with other runs."""
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, audit=0.0, audit_steps=0.0)
@@ -149,7 +170,7 @@ def _run(engine: Engine, ids: list[int], policy: Policy) -> tuple[float, float, 
     return prefill[0], answer[0] / (ANSWER - 1), prefill[1], answer[1] / (ANSWER - 1)
 
 
-def _text(engine: Engine, count: int) -> list[int]:
+def _text(engine: Runs, count: int) -> list[int]:
     """So many tokens of prose; of a model without a tokenizer, of any."""
     tokenizer, vocabulary = engine.model.tokenizer, engine.model.spec.vocab_size
     if tokenizer.hf is None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from saccade.engine.ranks.reduce import shares_gpus
 from saccade.engine.sampling.params import SamplingParams
 from saccade.errors import PolicyError, RequestError, SaccadeError, shown
 from saccade.methods.base import Method
+from saccade.methods.outside import in_this_process_alone
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
-from saccade.models.target import checked_device
-
-if TYPE_CHECKING:
-    from saccade.engine.settings.config import EngineConfig
 
 # Settings that they do not serve, with the value that these must have.
 LEFT_OUT: dict[str, Any] = {
@@ -24,43 +19,21 @@ LEFT_OUT: dict[str, Any] = {
 }
 
 
-def check_config(config: EngineConfig) -> None:
-    """SaccadeError for settings that do not go with several ranks."""
-    ranks = config.tensor_parallel_size
+def check_settings(config: Mapping[str, Any]) -> None:
+    """SaccadeError for settings of an engine, by name, that do not go with several ranks."""
+    ranks: int = config["tensor_parallel_size"]
     if ranks == 1:
         return
-    given = {name: getattr(config, name) for name, needed in LEFT_OUT.items() if getattr(config, name) != needed}
-    if config.kv_memory == "profile":
-        given["kv_memory"] = config.kv_memory
+    given = {name: config[name] for name, needed in LEFT_OUT.items() if config[name] != needed}
+    if config["kv_memory"] == "profile":
+        given["kv_memory"] = "profile"
     for name, value in given.items():
         raise SaccadeError(
             f"{name}={shown(value)} does not go with tensor_parallel_size={ranks} yet; leave {name} out, or give "
             "tensor_parallel_size=1"
         )
-    tiered = config.kv_host is not None or config.kv_disk is not None
-    check_policy(ranks, Policy.parse(config.policy), tiered, str(config.device).startswith("cuda"))
-
-
-def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank computes: on GPUs from the first rank's on, of those that CUDA_VISIBLE_DEVICES leaves."""
-    device = checked_device(config.device)
-    if device.type != "cuda" or config.tensor_parallel_size == 1:
-        return device
-    place = (device.index or 0) + rank
-    return torch.device("cuda", place % torch.cuda.device_count() if shares_gpus() else place)
-
-
-def check_devices(config: EngineConfig) -> None:
-    """SaccadeError where a rank finds no GPU here."""
-    ranks, device = config.tensor_parallel_size, checked_device(config.device)
-    if ranks == 1 or device.type != "cuda" or shares_gpus():
-        return
-    first, there = device.index or 0, torch.cuda.device_count()
-    if first + ranks > there:
-        raise SaccadeError(
-            f"tensor_parallel_size={ranks} takes the GPUs {first} to {first + ranks - 1}; torch sees {there} of them "
-            "(CUDA_VISIBLE_DEVICES): give fewer, or device='cpu'"
-        )
+    tiered = config["kv_host"] is not None or config["kv_disk"] is not None
+    check_policy(ranks, Policy.parse(config["policy"]), tiered, str(config["device"]).startswith("cuda"))
 
 
 def check_policy(ranks: int, policy: Policy, tiered: bool = False, on_gpu: bool = False) -> None:
@@ -84,6 +57,8 @@ def why_not(policy: Policy, tiered: bool = False, on_gpu: bool = False) -> str |
 def _joins(method: Method, where: str | None) -> str | None:
     """Why processes cannot run ``method``, or one inside it. ``where``: why nothing is asked of others between
     layers."""
+    if in_this_process_alone(method.name):
+        return "it is registered in this process alone (an entry point, or SACCADE_METHODS_FROM, shows it to all)"
     if where is not None and isinstance(method, Verified):
         return f"drafted rows are taken one by one, and {where}"
     if where is not None and method.joins_heads:

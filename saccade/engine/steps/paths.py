@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from saccade.engine.rows.backend import HostAttention
-    from saccade.engine.rows.calls import RequestRows
+from typing import NamedTuple
 
 RECORDED, EAGER, STEP, LAYER, TIER, HOST = "recorded", "eager", "step", "layer", "tier", "host"
 ROW, CHUNK = "row", "chunk"
 MEANINGS = {
     RECORDED: "one recorded step of many requests on a GPU",
-    EAGER: "the kernels of recorded steps, launched one by one for somebody who looks on",
+    EAGER: "the kernels of recorded steps, launched one by one for an observer",
     STEP: "one C++ call for all layers, products too, of all rows of a step",
     LAYER: "one C++ call a layer for all rows of a step",
     TIER: "one C++ call a layer, which names the blocks that a tier must bring in",
@@ -28,19 +24,3 @@ class Path(NamedTuple):
 
     name: str
     why: str | None = None
-
-
-def path_of(rows: RequestRows, attention: HostAttention) -> Path:
-    """The path that ``rows`` of a pass have taken, once it has run."""
-    joined, passed_on = attention.joined, rows.result.passed_on
-    if attention.is_hosted(rows):
-        return Path(HOST)
-    if rows.scheduled.request_id in attention.resolved:
-        return Path(TIER, passed_on)
-    if not (rows.decodes or rows.together):
-        return Path(CHUNK, passed_on)
-    if joined is None or id(rows) not in attention.together:
-        return Path(ROW, passed_on or attention.why_apart)
-    if (why := joined.why_chosen.get(id(rows))) is not None:
-        return Path(ROW, passed_on or why)
-    return Path(STEP, passed_on) if joined.ran_whole else Path(LAYER, passed_on or attention.why_not_whole())

@@ -1,4 +1,4 @@
-"""How the token of one row is to be chosen, as plain data, for whoever chooses those of many rows at once."""
+"""How the token of one row is to be chosen, as plain data, for code that chooses those of many rows at once."""
 
 from __future__ import annotations
 

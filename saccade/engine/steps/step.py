@@ -1,4 +1,4 @@
-"""What passes between the scheduler and whoever runs a step: plain data, no live request.
+"""What passes between the scheduler and the worker that runs a step: plain data, no live request.
 
 The scheduler makes a :class:`StepInput`, a worker runs it and returns a :class:`StepResult`; the engine alone turns
 results into tokens, reports and finished requests.
@@ -33,13 +33,13 @@ class ScheduledRequest(NamedTuple):
     goes on where tokens were cut off, so older method states saw what is gone.
 
     A decode step has one row, and one more for each of ``drafts``, the tokens that may follow: each row sees the keys
-    up to its own. Whoever runs them takes them row by row (:meth:`apart`); ``row`` is then the row's number among them.
+    up to its own. A worker takes them row by row (:meth:`apart`); ``row`` is then the row's number among them.
     ``together``: they are attended all at once instead, each to every key up to its own.
 
     ``wants_logits``: the last row's logits choose the next token; ``all_logits``: so do those of all rows. ``greedy``:
     of these only the likeliest token is wanted. ``sampling``: how else a decode row's token is to be chosen, for
-    whoever can do so where the logits lie; None where they are wanted themselves. ``scored``: pairs (row, token) whose
-    log-probability is wanted, with the ``top`` likeliest ones beside it.
+    a backend that can do so where the logits lie; None where they are wanted themselves. ``scored``: pairs (row, token)
+    whose log-probability is wanted, with the ``top`` likeliest ones beside it.
     """
 
     request_id: int
@@ -190,7 +190,7 @@ class CallCount:
 @dataclass(frozen=True)
 class SkipCount:
     """Rows of a prefill that skipped ``layer``: ``frozen`` by their policy, to whom the causal mask allows ``pairs``
-    (query row, key) pairs; ``unread`` because nobody reads what they would become."""
+    (query row, key) pairs; ``unread`` because their output is not read."""
 
     layer: int
     frozen: int
@@ -205,16 +205,16 @@ class RequestResult:
     are wanted of these. ``late``: counts that stay on a device until a report is asked for. ``undone``: the step broke
     for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
     it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
-    and a tier; ``widest``: parts that it asked for at the layer that reads most, on the host path;
+    and a tier; ``widest``: parts that it asked for at the layer that reads most, on the row path;
     ``asked_bytes``: of all parts that it asked for; ``whole``: that was all of its keys, whatever it was to read.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
-    told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
-    know (engine.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token is the
-    same, and the divergence from it in nats. ``path``: which way its rows took through attention; ``passed_on``: why
-    a backend that was asked first did not serve them."""
+    told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if that is to be
+    know (engine.steps.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token
+    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention;
+    ``passed_on``: why a backend that was asked first did not serve them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None

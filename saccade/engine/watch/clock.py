@@ -1,14 +1,10 @@
-"""Where a step's time goes: named stretches of the executor's work, added up while somebody wants to know."""
+"""Where a step's time goes: named stretches of the executor's work, added up while it is watched."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from saccade.engine.core import Engine
 
 
 class Clock:
@@ -58,16 +54,3 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 def timed(clock: Clock | None, name: str) -> AbstractContextManager[None]:
     """A stretch of ``clock``, if there is one."""
     return _UNTIMED if clock is None else clock(name)
-
-
-@contextmanager
-def timing(engine: Engine, clock: Clock) -> Iterator[None]:
-    """Time ``selection`` and ``attention`` of every call of ``engine`` within the block, and as ``linear`` the layers'
-    other work where no module does it."""
-    before, engine.watch.clock = engine.watch.clock, clock
-    engine.model.runner.watch(clock)
-    try:
-        yield
-    finally:
-        engine.watch.clock = before
-        engine.model.runner.watch(before)

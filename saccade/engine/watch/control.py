@@ -15,7 +15,7 @@ from typing import Any
 from saccade.engine.watch.estimates import Share
 from saccade.errors import RequestError
 from saccade.methods.base import Method
-from saccade.methods.policy import KNOWN
+from saccade.methods.registry import KNOWN
 
 GAIN = 0.036
 PLACES = 64  # of the dial: a method's options take so many values at most

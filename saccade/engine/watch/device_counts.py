@@ -1,4 +1,4 @@
-"""What batched decode steps read, counted a request at a time and kept on the device until somebody asks."""
+"""What batched decode steps read, counted a request at a time and kept on the device until a report asks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LateCounts:
         return everything
 
     def add_first(self, start: int, backend: str, rows: int) -> None:
-        """Count the first ``rows`` rows of a verification after ``start`` keys. They are added up once somebody asks:
+        """Count the first ``rows`` rows of a verification after ``start`` keys. They are added up once a report asks:
         between a verification and the next draft the device waits."""
         self._verified.append((start, backend, rows))
 
@@ -134,7 +134,7 @@ class LateCounts:
 
     def note_rule(self, keys: Tensor, coverage: Tensor) -> None:
         """Count what stopping rules let one row do, each [layers, units]: ``keys`` int64 that were read beyond those
-        known for certain, ``coverage`` fp32. Nobody may write to them any more: rows are added up many at a time."""
+        known for certain, ``coverage`` fp32. They may not be written to any more: rows are added up many at a time."""
         self._noted.append((keys, coverage))
         if len(self._noted) >= NOTED:
             self._add_noted()

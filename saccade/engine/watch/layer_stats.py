@@ -31,7 +31,7 @@ class LayerStats:
     calls: int = 0
     causal: int = 0  # pairs the causal mask allows, per query head, those of frozen rows among them
     frozen: int = 0  # rows that skipped the layer by their policy
-    unread: int = 0  # rows that skipped it (the last one) because nobody reads what they would become there
+    unread: int = 0  # rows that skipped it (the last one) because their output there is not read
     attended: Tensor | None = None  # int64 [heads], of calls whose heads may differ
     even: int = 0  # pairs per head of the other calls
     heads: int = 1
@@ -104,7 +104,7 @@ class LayerStats:
 
     def shares(self) -> tuple[float, list[float]]:
         """Pairs that a query head attended to on average, and each head's part of the causal ones, to six digits."""
-        if self.attended is None:  # all alike: whoever ends should not hold the others up
+        if self.attended is None:  # all alike: a request that ends should not hold the others up
             return float(self.even), [round(self.even / self.causal, 6)] * self.heads
         pairs = (self.attended + self.even).tolist()
         return sum(pairs) / len(pairs), [round(one / self.causal, 6) for one in pairs]
@@ -118,7 +118,7 @@ class LayerStats:
 
     def skip(self, rows: int, pairs: int, unread: int = 0) -> None:
         """Count ``rows`` that skipped the layer by their policy, to whom the causal mask allows ``pairs``, and
-        ``unread`` ones whose output nobody reads: those leave densities alone."""
+        ``unread`` ones whose output is not read: those leave densities alone."""
         self.frozen += rows
         self.causal += pairs
         self.unread += unread

@@ -3,20 +3,14 @@ decode steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from saccade.errors import RequestError
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.selection import Selection
-
-if TYPE_CHECKING:
-    from saccade.engine.core import Engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,38 +34,3 @@ class AttentionCall:
 
 Observer = Callable[[AttentionCall], None]
 LogitsObserver = Callable[[int, int, Tensor], None]  # request, position of the row, its logits fp32 [vocab]
-
-
-@contextmanager
-def observing(engine: Engine, observer: Observer) -> Iterator[None]:
-    """Call ``observer`` after every attention call of ``engine`` within the block. What it raises fails the request.
-
-    Keys that are computed again after a preemption are seen again. Observers nest: each block restores the one before.
-    """
-    if engine.link is not None:
-        raise RequestError(
-            f"tensor_parallel_size={engine.link.ranks} leaves a part of the heads to each process; observe with "
-            "tensor_parallel_size=1"
-        )
-    watch = engine.watch
-    before, watch.observer = watch.observer, observer
-    try:
-        yield
-    finally:
-        watch.observer = before
-
-
-@contextmanager
-def observing_logits(engine: Engine, observer: LogitsObserver) -> Iterator[None]:
-    """Call ``observer`` with the logits of every decode row of ``engine`` within the block, those of forced tokens too,
-    from which no token is chosen. They lie on the model's device. What it raises fails the requests of the pass.
-
-    Decode rows run on the host path meanwhile, a GPU's too. Rows that are computed again after a preemption are seen
-    again. Observers nest: each block restores the one before.
-    """
-    watch = engine.watch
-    before, watch.logits = watch.logits, observer
-    try:
-        yield
-    finally:
-        watch.logits = before

@@ -17,7 +17,7 @@ from saccade.methods.policy import Policy
 
 
 class Speculated(Protocol):
-    """What was drafted and verified (engine.speculation)."""
+    """What was drafted and verified (engine.drafts.speculation)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 

@@ -255,7 +255,7 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     if play.late and not _answered(llm, job, setting, play, limit):
         raise _Late
     if job.entry is not None and job.entry.phase == "prefill":
-        llm.reset_prefix_cache()  # nobody else begins as its prompts do, and its prefill is to be counted
+        llm.reset_prefix_cache()  # no other task begins as its prompts do, and its prefill is to be counted
     folder = predict(
         *(job.data, llm, play.model, setting, play.results),
         limit=limit,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
+from saccade.engine.observing import observing, observing_logits
 from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.watch.estimates import departures
-from saccade.engine.watch.observe import observing, observing_logits
 from saccade.errors import RequestError
 from saccade.eval.drift.kept import KeptWeight
 from saccade.eval.drift.passage import Passage

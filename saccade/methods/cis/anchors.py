@@ -58,7 +58,7 @@ class Anchors(MethodState):
         own = self.retrieving(earlier)
         fitting.require(bool((own[passing] < earlier.expand_as(own)[passing]).all()), "passes on what came later")
         lists = counts.gather(0, own)
-        fitting.require(bool((lists[passing] >= 0).all()), "passes on what nobody retrieved")
+        fitting.require(bool((lists[passing] >= 0).all()), "passes on what was not retrieved")
         fitting.within("first", self.first, 0, sizes.length)
 
     @classmethod

@@ -11,7 +11,7 @@ that one's keys and their neighbours; any other retrieves, by exact top-k. With 
 * ``cover_gap``: keys that were local when the set was retrieved and have left the window since are read as well;
   without it, as printed, they are in neither set;
 * blocks count decode steps of the turn (``align="step"``) or positions in the context (``"position"``);
-* ``follow``: whoever copies a text looks one key further at every step, with queries that resemble each other. The
+* ``follow``: a model that copies a text looks one key further at every step, with queries that resemble each other. The
   paper's sets stay where they are, so such a head loses its place until it retrieves again, and an answer breaks off
   after a token or two. Here those who share also read where the steps since would have moved the best keys, and what is
   near; ``follow=none`` is the paper;

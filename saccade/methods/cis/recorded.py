@@ -61,7 +61,7 @@ def reference_alone(method: CIS) -> str | None:
 
 @dataclass(frozen=True)
 class SharedKeys(OwnReading["CIS"]):
-    """What ``CIS`` reads, at most ``room`` keys for each query head; 0: any number. ``counted``: whoever runs it counts
+    """What ``CIS`` reads, at most ``room`` keys for each query head; 0: any number. ``counted``: the caller counts
     the anchors that queries were held against; else every step of a block has one."""
 
     windows = True

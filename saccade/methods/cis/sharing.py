@@ -1,7 +1,7 @@
 """Keys that one query retrieved, shared with later ones that resemble it (CIS; docs/algorithms.md 5.2, 5.3).
 
 The functions here are the meaning. On a CPU the kernels of csrc/sharing.cpp do the same, here and within a step of
-many rows (host.py), where nobody passes on and nothing is left out (recorded.reference_alone).
+many rows (host.py), where no query passes keys on and nothing is left out (recorded.reference_alone).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def share(
     ``q`` [heads, head_dim] of the step that sees ``length`` keys; a unit's channels are those of its heads, one after
     the other. Shared keys are joined by those that have left the window of ``local`` keys since, if ``cover_gap``, and,
     if the anchor remembers its best, by those moved on by the steps since, with what is up to ``moves[0]`` away, from
-    key ``moves[1]`` on. All of this counts from the query that retrieved, whoever has passed its keys on since. If the
-    step itself ``passes_on`` what it shares, that is noted behind the last anchor, for :func:`keep` or
+    key ``moves[1]`` on. All of this counts from the query that retrieved, whichever query has passed its keys on since.
+    If the step itself ``passes_on`` what it shares, that is noted behind the last anchor, for :func:`keep` or
     :func:`pass_on`.
     """
     anchors.reserve()

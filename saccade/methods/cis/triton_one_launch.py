@@ -180,7 +180,8 @@ def _choose(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     # The kernel before this one stores the step's keys. Queries and the rows' words come from before it, and it has
-    # waited for those. What is written before this one waits must be nobody else's: a row's state, lists in kept room.
+    # waited for those. What is written before this one waits must belong to no other program: a row's state, lists in
+    # kept room.
     if WAIT == 0:
         begin(EARLY)
     PER: tl.constexpr = HEADS // KV_HEADS
@@ -197,7 +198,7 @@ def _choose(
     head = kv_head * PER + member
     mine = member < PER
     grouped = tl.arange(0, GROUP)
-    found = tl.full([GROUP], -2, tl.int32)  # -1: nobody's
+    found = tl.full([GROUP], -2, tl.int32)  # -1: none's
     position, size = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
     if length > 0:
         chooses, at, first, last, take = searchable_at(own, reals, length, low, high)

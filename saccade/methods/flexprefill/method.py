@@ -4,7 +4,7 @@ gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorith
 
 * a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
   ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to
-  hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that nobody looked at lose more
+  hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that were not sampled lose more
   (docs/results/claims-prefill.md). On a GPU single lines cost more than they spare (docs/performance-gpu.md), but the
   default is the paper's on every device. A group of distances straddles two block diagonals, and both are taken, so the
   blocks cover the lines;

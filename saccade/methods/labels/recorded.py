@@ -101,7 +101,7 @@ class RecordedLabels(DeviceState):
         return self.states
 
     def _catch_up(self, kv: SequenceKV) -> None:
-        """Label what the host path has left to its next choice."""
+        """Label what the row path has left to its next choice."""
         for layer, labels in enumerate(self._labels):
             if labels is not None:
                 labels.extend(kv.view(layer))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Choice(NamedTuple):
     """Candidates as lists: ``offsets`` int64 [units + 1], ``indices`` int32; ``idle`` bool [heads], who is bypassed;
     ``rest`` float32 [heads], the log-sum-exp of what stands for the keys that a head leaves out, -inf where nothing
-    does. None: nobody, and nothing."""
+    does. None: no head, and nothing."""
 
     offsets: Tensor
     indices: Tensor

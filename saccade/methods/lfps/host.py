@@ -40,7 +40,7 @@ class HostTables(HostState):
 
     def keys(self, length: int) -> Any:
         method, keys = self._method, length - self._first
-        whole = keys <= method.budget(keys)  # all keys are forced ones, and learnt from: nobody is bypassed
+        whole = keys <= method.budget(keys)  # all keys are forced ones, and learnt from: no head is bypassed
         self.summarized = Summarized(method.block_size, "stored_mean") if method.blocks and not whole else None
         return listed_keys(
             method,

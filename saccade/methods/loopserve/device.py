@@ -41,5 +41,5 @@ def _room(device: torch.device) -> int:
     """Bytes that weights may take at once."""
     if device.type != "cuda":
         return MOST_BYTES
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for nobody
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
     return min(MOST_BYTES, (torch.cuda.mem_get_info(device)[0] + kept) // 2)

@@ -32,7 +32,7 @@ reads those and all keys since. What is not chosen stays stored, and may be chos
   many products as dense decode);
 * ``slashes``: columns and slashes of the observed rows compete for the budget, and a slash's key moves along with the
   row. Alg. 3 hands the slash lines to decoding without a formula; eq. 7 alone (``slashes=false``) chooses keys that
-  past rows looked at, and so loses whoever copies: its next key is one that no row has looked at yet;
+  past rows looked at, and so loses a copy that is under way: its next key is one that no row has looked at yet;
 * nothing is forced but what is new: ``force=true`` adds the first ``sinks`` keys and those of the observed tokens;
 * lines are chosen per KV head by weights summed over its group; ``unit="q_head"`` chooses per query head.
 

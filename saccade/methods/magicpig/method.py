@@ -39,7 +39,7 @@ class MagicPIG(WholeMethod):
     paper: ClassVar[str] = "MagicPIG, arXiv:2410.16179"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     numbers_heads: ClassVar[bool] = True
-    host_only: ClassVar[str | None] = (
+    rows_only: ClassVar[str | None] = (
         "no batched kernel looks up its hash tables, or weighs what it drew by the chance of that"
     )
 

@@ -67,7 +67,7 @@ class VAttention(Method):
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     numbers_heads: ClassVar[bool] = True
     dial: ClassVar[Dial | None] = Dial("epsilon", "error")
-    host_only: ClassVar[str | None] = "no batched kernel draws its samples, whose sizes its steps decide one by one"
+    rows_only: ClassVar[str | None] = "no batched kernel draws its samples, whose sizes its steps decide one by one"
 
     epsilon: float = 0.05
     delta: float = 0.05

@@ -8,7 +8,7 @@ from saccade.models.reference.retriever import build
 
 NAMES = ("reference", NAME)
 
-# What each can do, for whoever expects a language model.
+# What each can do, for readers who expect a language model.
 ABOUT = {
     NAME: "it only completes sentences whose beginning it has read before in the same text",
     "reference": "it only answers the evaluation's tasks, in a vocabulary of its own",

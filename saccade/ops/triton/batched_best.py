@@ -2,9 +2,9 @@
 
 Long lists take a radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes
 counts the digits of the scores that agree with the bits known so far; counts are whole numbers, so the order in which
-programs add them does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a
-part's entries go (best_parts.known_at). Other lists take one launch or two. Lengths are read on the device; nothing
-goes through the host.
+programs add them does not matter. A fifth pass counts what each part takes, so that the program that writes lists knows
+where a part's entries go (best_parts.known_at). Other lists take one launch or two. Lengths are read on the device;
+nothing goes through the host.
 """
 
 from __future__ import annotations

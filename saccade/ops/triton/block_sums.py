@@ -180,7 +180,7 @@ def _read_blocks(
         tl.store(arrived + mine, tl.cast(0, tl.int64))
         top = tl.full([SIZE], float("-inf"), tl.float32)
         weight = tl.zeros([SIZE], tl.float32)
-        for start in tl.range(0, splits, LOGS):  # in their order, whoever came last
+        for start in tl.range(0, splits, LOGS):  # in their order, whichever came last
             part = start + tl.arange(0, LOGS)[:, None]
             log = tl.load(logs[None, :] + part * SIZE, mask=part < splits, other=float("-inf"), volatile=True)
             higher = tl.maximum(top, tl.max(log, 0))

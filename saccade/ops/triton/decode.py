@@ -209,7 +209,7 @@ def _decode(
     key, other = listed(ids, number, most, RUN, KEYS, SIZE)
     after, after_other = listed(ids, number + hop, most, RUN, KEYS, SIZE)
     seen = seen_of(number, count, key, other, length, step, RUN, KEYS)
-    # Nobody may have written the numbers behind a list.
+    # The numbers behind a list may not be written.
     real = (number < most) & (key >= 0) & (key < length)
     k_row, v_row = pool_places(table, key, real, kv_head, far_k, far_v, KV_HEADS, PAGE, FAR)
     k_more, v_more = k_row, v_row

@@ -199,7 +199,7 @@ def _latents(
     key = listed_keys(ids, number, number < most, SIZE)
     after = listed_keys(ids, number + hop, number + hop < most, SIZE)
     seen = (number < count) & (key < length)
-    real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
+    real = (number < most) & (key >= 0) & (key < length)  # the numbers behind a list may not be written
     row, _ = pool_places(table, key, real, 0, far, far, 1, PAGE, FAR)
     acc = tl.zeros([PER_PAD, V_PAD], tl.float32)
     weight = tl.zeros([PER_PAD], tl.float32)

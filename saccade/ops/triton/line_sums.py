@@ -171,7 +171,7 @@ def _sum_distances(laid, slashes, head_from, k_len, rows, visible, SPAN: tl.cons
     place = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     line = laid + tl.program_id(1).to(tl.int64) * rows * visible + place
     total = tl.zeros([SPAN], tl.float32)
-    for row in tl.range(0, rows):  # what lies before its first key nobody wrote
+    for row in tl.range(0, rows):  # what lies before its first key is not written
         total += tl.load(line + row * visible, mask=(place >= rows - 1 - row) & (place < visible), other=0.0)
     head = (head_from + tl.program_id(1)).to(tl.int64)
     tl.store(slashes + head * k_len + visible - 1 - place, total, mask=place < visible)

@@ -161,7 +161,7 @@ def _product(
         if SPLITS > 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
             second = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for number in tl.static_range(SPLITS):  # in their order, whoever came last
+            for number in tl.static_range(SPLITS):  # in their order, whichever came last
                 total += tl.load(parts + number * rows * outputs + place, mask=real, other=0.0, volatile=True)
                 if GATED:
                     at = parts + (SPLITS + number) * rows * outputs + place

@@ -3,7 +3,7 @@
 Several programs serve one unit and read microbatches in turn, some turns in one go. Each publishes what a microbatch
 weighs, and between its goes follows the rule over the unbroken run of microbatches published so far, by whomever. From
 how the rule stands it takes how far to go next: a share of the way to where the rule will most likely hold, or all that
-is left where that is nearly everything. Beyond that it holds back for a while, though nobody waits for anybody for
+is left where that is nearly everything. Beyond that it holds back for a while, though no program waits for another for
 good. Looking takes as long as reading several tiles, so the first go is as far as the step before went, where that is
 known. Who sees the rule hold ends; the last to end says where the stop is. A second kernel merges what the rule let in:
 of every program the state after its last microbatch before the stop.
@@ -92,7 +92,7 @@ def attend_progressive(
     ``guesses`` of the blocks of ``order``: a rule with ``rest="estimate"`` needs them, contiguous.
     ``counts`` int32 [2, batch * kv_heads]: how many entries of ``always`` and of ``order`` count for each unit, all by
     default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``before`` int32 [batch, kv_heads],
-    contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where nobody
+    contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where none
     knows; written anew. Results do not depend on it. ``readers`` programs serve each unit; by default what fills the
     device. ``tiles``: as in attend_decode.
     """

@@ -302,7 +302,7 @@ def _take(
             use = free & (rank < wanted)
             block = tl.load(missing + tl.where(use, rank, 0), mask=use, other=0, cache_modifier=".cg")
             cell = tl.load(cells + block, mask=use, other=1)
-            short += tl.sum((use & (cell <= 0)).to(tl.int32))  # nobody knows where it lies: the host is to say so
+            short += tl.sum((use & (cell <= 0)).to(tl.int32))  # place unknown here: the host is to say so
             comes = use & (cell > 0)
             tl.store(slots + tl.where(left >= 0, left, 0), -1, mask=comes & (left >= 0))
             tl.store(own_slots + block, slot, mask=comes)

@@ -104,7 +104,7 @@ def follow(
     found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
     if found > 0:
         covered = tl.sum(tl.where(at == hit, enough, 0.0), 0).to(tl.float32)
-    if (run > 0) & (found == 0):  # else nobody goes on
+    if (run > 0) & (found == 0):  # else no unit goes on
         total += tl.sum(weights, 1)
         if GUESSED:  # as if blocks went on to lie above their guesses by the same; looked up at WINDOW places
             stride = tl.maximum(tl.cdiv(parts - cursor - run, WINDOW), 1)

@@ -214,7 +214,7 @@ def _product(
     if last:
         if SPLITS > 1:
             total = tl.zeros([TILE, ROWS], tl.float32)
-            for number in tl.static_range(SPLITS):  # in their order, whoever came last
+            for number in tl.static_range(SPLITS):  # in their order, whichever came last
                 total += tl.load(parts + number * rows * outputs + place, mask=real, other=0.0, volatile=True)
             tl.store(arrived + tile, tl.cast(0, tl.int64))
         if BIASED:

@@ -288,7 +288,7 @@ if gluon is not None:
         if last:
             if SPLITS > 1:
                 whole = gl.zeros([OUTPUTS, ROWS], gl.float32, flat)
-                for number in gl.static_range(SPLITS):  # in their order, whoever came last
+                for number in gl.static_range(SPLITS):  # in their order, whichever came last
                     whole += gl.load(put + number * size, mask=row < rows, other=0.0, volatile=True)
                 gl.store(arrived + block, gl.cast(0, gl.int64))
             output += block * OUTPUTS

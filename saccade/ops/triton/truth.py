@@ -55,8 +55,8 @@ def compare(
     """What steps lost at ``places`` int32 [n, 4], an AuditPlace each, of what attention was
     ``given`` and gave; ``pages.tables`` int32 [layers, >= rows, kv_heads or 1, blocks] and ``lengths`` [>= rows].
 
-    Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.audit``), means over the KV
-    head's query heads of values that are 1 at most; NaN where numbers are not finite."""
+    Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.watch.audit``), means over the
+    KV head's query heads of values that are 1 at most; NaN where numbers are not finite."""
     device, rows, all_rows = places.device, given.addresses.shape[1], pages.tables.shape[1]
     count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.head_dim
     group, halves = given.heads // kv_heads, given.dtype.itemsize == 2
