@@ -286,10 +286,10 @@ def test_grammars(pair):
 @pytest.mark.thorough
 def test_preemption(tiny_llama):
     """More than memory holds: requests give their blocks up and begin again, in all processes."""
-    policies = ["arkvale(budget=64)", "lossless(draft=lfps, tokens=2)"]
+    policies = ["arkvale(budget=64)", "h2o(budget=60)", "lossless(draft=lfps, tokens=2)"]
     answers = []
     for count in (1, 2):
         with make(tiny_llama, count, exact=False) as llm:
-            answers.append(llm.generate(PROMPTS[:3] * 2, greedy(41), policy=policies * 3))
+            answers.append(llm.generate(PROMPTS[:3] * 2, greedy(41), policy=policies * 2))
             assert llm.engine.link is None or sum(one.reports[0]["preemptions"] for one in answers[-1]) > 0
     same(*answers)
