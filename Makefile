@@ -158,10 +158,11 @@ storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED) $(STORED) $(KIND)
 	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED) $(STORED) $(KIND)
 
-# 5,000 requests over an engine of two processes that are killed or stopped now and then: make storm-ranks COUNT=500 for
-# fewer.
+# 5,000 requests over engines of two processes that are killed or stopped now and then: make storm-ranks N=500 for fewer,
+# SEED=1 for others, RANKS=4 KV_HEADS=2 for more processes than KV heads, LOG=storm.jsonl to go on after a stop.
+RANKED = $(if $(RANKS),--ranks $(RANKS)) $(if $(KV_HEADS),--kv-heads $(KV_HEADS)) $(if $(LOG),--log $(LOG))
 storm-ranks: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.ranks $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.ranks $(or $(N),$(COUNT)) $(SEEDED) $(STORED) $(RANKED)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup

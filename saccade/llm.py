@@ -12,7 +12,7 @@ import torch
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.ranks.link import RankLink
+from saccade.engine.ranks.places import check_devices
 from saccade.engine.sampling.params import SamplingParams, one_params
 from saccade.engine.settings.config import SESSIONS, EngineConfig
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
@@ -22,13 +22,13 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import shard_model
+from saccade.models.shards import release, shard_model
 from saccade.models.target import checked_device
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
-from saccade.ranks import start_ranks
+from saccade.ranks import make_link, start_ranks
 from saccade.session import Session
 from saccade.sessions.durable import DurableSessions
 from saccade.sessions.shared_store import SharedFileStore
@@ -66,12 +66,14 @@ class LLM:
         reason = fa4.why_not(checked_device(config.device)) if config.fa4 else None
         if reason is not None:
             raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
+        check_devices(config.device, config.tensor_parallel_size)
         folder = checkpoint_folder(config.model, config.revision)
         self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
         ranks, link = config.tensor_parallel_size, None
         if ranks > 1:
-            link = RankLink(ranks)
+            link = make_link(ranks, self.model.device)
             self.model = shard_model(self.model, 0, ranks, link.joined)
+            release(self.model.device)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu
         if config.backend == "auto" and not kernels.available():

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -16,7 +22,19 @@ import torch
 import torch.distributed as distributed
 
 from saccade.engine.attention import Watch
-from saccade.engine.ranks.link import ANSWER_SECONDS, RankGroup, RankLink, counts_path, failed, ready, send
+from saccade.engine.ranks.link import (
+    LoneLink,
+    RankGroup,
+    RankLink,
+    counts_path,
+    failed,
+    gather_named,
+    patience,
+    ready,
+    send,
+    steps_path,
+)
+from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
@@ -26,8 +44,13 @@ from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import shard_model
+from saccade.models.shards import release, shard_model
+from saccade.ops import fa4
 from saccade.pools import layout_of, make_pool
+
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+COMMAND: tuple[str, ...] = ("-m", "saccade.ranks")  # what Python runs of a rank
+END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
 class Start(NamedTuple):
@@ -43,13 +66,31 @@ class Start(NamedTuple):
     threads: int
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within the block engines of several ranks begin with the first alone, whose answers mean nothing: it launches the
+    kernels that each rank does (server/warming.py)."""
+    before = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(before)
+
+
+def make_link(ranks: int, device: torch.device) -> RankLink:
+    """The first rank's hold on the others, before there are any."""
+    return (LoneLink if _ALONE.get() else RankLink)(ranks, device)
+
+
 def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length: int, exact: bool) -> None:
     """Start the other ranks of ``link`` and wait for them. RanksLost, which says why, where one does not come up."""
+    if link.alone:
+        return link.join()
     here = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     for rank in range(1, link.ranks):
         process = subprocess.Popen(
-            [sys.executable, "-m", "saccade.ranks"],
+            [sys.executable, *COMMAND],
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=subprocess.DEVNULL,
@@ -66,26 +107,45 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     """Be a rank until the first one says no more."""
     config, rank, ranks = start.config, start.rank, start.config.tensor_parallel_size
     torch.set_num_threads(start.threads)
+    device = device_of(config.device, rank, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched there
     store = distributed.FileStore(start.store, ranks)
     group: list[RankGroup] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
             folder = checkpoint_folder(config.model, config.revision)
-            whole = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
+            whole = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers)
         model = shard_model(whole, rank, ranks, lambda: group[0])
+        del whole
+        release(device)
         spec = model.spec
         memory = start.blocks * layout_of(config, model).block_bytes
         pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)
         model.runner.turn_keys(pool.format.turned)
-        setting = Setting(spec, Calibrations(spec, model.path, rank, ranks), Watch(), config.backend, config.threads)
+        part = replace(model.part, gather=lambda name, own: gather_named(group[0], name, own))
+        calibrations = Calibrations(spec, model.path, part)
+        by_fa4 = fa4.wanted(config.fa4, config.backend, device)
+        setting = Setting(spec, calibrations, Watch(), config.backend, config.threads, by_fa4, part)
     except Exception as error:
         store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
         raise
     store.set(ready(rank), "")
-    counts = SumCounts(counts_path(Path(start.store)), ranks)
-    group.append(RankGroup(store, rank, ranks, ANSWER_SECONDS, counts))
-    OtherRank(group[0], pool, model.runner, setting, start.exact).follow(messages)
+    at = Path(start.store)
+    counts, steps = SumCounts(counts_path(at), ranks), SumCounts(steps_path(at), ranks)
+    group.append(RankGroup(store, rank, ranks, patience(device), counts, device, at.parent.name))
+    OtherRank(group[0], pool, model.runner, setting, start.exact, config.cuda_graphs, steps).follow(messages)
+
+
+def _end_with_the_first() -> None:
+    """End this process soon after the first rank, which closes its end of the pipe however it ends: what waits on a GPU
+    for another rank waits for ever."""
+    waiting = select.poll()
+    waiting.register(sys.stdin.fileno(), 0)  # no more than that it is closed
+    waiting.poll()
+    time.sleep(END_SECONDS)
+    os._exit(1)
 
 
 def received(stream: IO[bytes]) -> Iterator[Any]:
@@ -99,10 +159,17 @@ def received(stream: IO[bytes]) -> Iterator[Any]:
 
 def main() -> None:
     """A rank as a process: the first message is its :class:`Start`."""
+    threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
-    for start in messages:
-        serve(start, messages)
-    os._exit(0)  # nothing is left to be written, and taking all modules down takes a second
+    code = 0
+    try:
+        for start in messages:
+            serve(start, messages)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to be written, and taking all modules down takes a second, in which others wait
 
 
 if __name__ == "__main__":

@@ -179,6 +179,9 @@ def test_the_manifest_builds_and_its_times_fit(monkeypatch):
         build({"modle": 1})
     with pytest.raises(SaccadeError, match="kv_memory"):
         build({"fleet": {"gpus": 0.5}})
+    with pytest.raises(SaccadeError, match=r"takes 2 GPUs a replica, or none; got --replica-gpus 1"):
+        build({"engine": {"tensor_parallel_size": 2, "device": "cpu"}, "fleet": {"gpus": 1}})
+    build({"engine": {"tensor_parallel_size": 2, "device": "cpu"}, "fleet": {"gpus": 2}})
     deadline = app["args"]["server"]["deadline"]
     for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= deadline + ray_app.MARGIN

@@ -13,6 +13,7 @@ from rank_helpers import BLOCKS, CLOSE, LAYERS, PROMPTS, greedy, make, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams, ranks
+from saccade.cli.options import ENGINE, takes_engine
 from saccade.engine.observing import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
 from saccade.engine.settings.config import EngineConfig
@@ -24,6 +25,7 @@ from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations, save_calibration
 from saccade.models.loader import load_model
 from saccade.models.shards import shard
+from saccade.selection.head_part import HeadPart
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,7 @@ def brought_back(llm, saved, rows, way: str):
 
 def test_a_session_whose_method_knows_something_stays_with_one_process(pair):
     one, two = pair
-    session = one.session("arkvale")
+    session = one.session("psa(unit=layer)")
     session.generate("abc", greedy(2))
     saved = one.engine.sessions.save(session.id)
     session.close()
@@ -182,9 +184,8 @@ def test_a_session_whose_method_knows_something_stays_with_one_process(pair):
 APART = [policy for policy in EVERY if why_not(policy) is None]
 
 
-def test_few_methods_join_heads():
-    joined = {part.name for policy in EVERY if why_not(policy) for part in (policy.prefill, policy.decode)} - {"dense"}
-    assert joined == {"infllm", "arkvale", "adakv", "hshare", "random", "magicpig", "vattention", "infinigen"}
+def test_every_registered_method_runs():
+    assert [policy.text for policy in EVERY if why_not(policy)] == []
 
 
 def test_auto_is_dense_unless_it_is_told_more(pair):
@@ -263,7 +264,7 @@ def test_calibrations_are_shared_out(tmp_path):
             {name: torch.rand(shape, generator=rng) for name, shape in shapes.items()} for _ in range(spec.layers)
         ]
         save_calibration(folder, kind, layers)
-        parts = [Calibrations(shard(spec, 2), folder, rank, 2).layer([kind], 1) for rank in (0, 1)]
+        parts = [Calibrations(shard(spec, 2), folder, HeadPart.of(2, rank, 2)).layer([kind], 1) for rank in (0, 1)]
         for name, whole in layers[1].items():
             if kind == prehoc.LOCALITY:
                 assert all(torch.equal(part[name], whole) for part in parts)
@@ -281,24 +282,35 @@ def test_a_stream_that_is_left(pair):
 
 def test_what_several_ranks_do_not_serve_is_refused(pair):
     _, two = pair
-    with pytest.raises(PolicyError, match=r"adakv.*tensor_parallel_size=2: of adakv, its heads share one budget"):
-        two.generate(PROMPTS[0], greedy(), policy="adakv")
-    with pytest.raises(PolicyError, match="unit='kv_head' lets each KV head choose"):
-        two.session("flexprefill+arkvale")
-    with pytest.raises(PolicyError, match="drafts are chosen and checked in one process"):
-        two.session("lossless")
-    for name, value in (("audit", 0.5), ("audit_steps", 1.0), ("bounds", 0.1)):
-        with pytest.raises(RequestError, match=f"{name} looks at all heads.*tensor_parallel_size=1"):
-            two.engine.add(PROMPTS[0], replace(greedy(), **{name: value}), Policy())
+    with pytest.raises(PolicyError, match=r"tensor_parallel_size=2: of psa, its rule asks all heads.*unit=kv_head"):
+        two.generate(PROMPTS[0], greedy(), policy="psa(unit=layer)")
+    with pytest.raises(RequestError, match=r"bounds=0\.1 of 'etf' are fitted to .* all heads.*tensor_parallel_size=1"):
+        two.engine.add(PROMPTS[0], greedy(bounds=0.1), Policy.parse("quest+etf"))
     with pytest.raises(RequestError, match="observe with tensor_parallel_size=1"), observing(two.engine, print):
         pass
+
+
+def test_a_server_leaves_out_what_its_ranks_do_not_have():
+    """Its own max_token_gap; one that is asked for is refused."""
+    made: list[EngineConfig] = []
+
+    def command(config: EngineConfig) -> None:
+        made.append(config)
+
+    serve = takes_engine(max_token_gap="0.5")(command)
+    given = {name: default for name, (_, default) in ENGINE.items()} | {"device": "cpu", "max_token_gap": "0.5"}
+    serve(**given)
+    serve(**given | {"tensor_parallel_size": 2})
+    assert [one.token_gap for one in made] == [0.5, None]
+    with pytest.raises(SaccadeError, match="leave max_token_gap out"):
+        serve(**given | {"tensor_parallel_size": 2, "max_token_gap": "0.3"})
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"policy": "hshare"}, PolicyError, "of hshare, heads take the sets of others that are like them"),
-        ({"device": "cuda"}, SaccadeError, "device='cpu'"),
+        ({"policy": "psa(unit=layer)"}, PolicyError, "of psa, its rule asks all heads of a layer"),
+        ({"policy": "arkvale", "kv_host": "1MiB"}, PolicyError, "heads choose together, and over kv_host or kv_disk"),
         ({"max_token_gap": 0.1}, SaccadeError, "leave max_token_gap out"),
         ({"kv_memory": "profile"}, SaccadeError, "kv_memory='profile' does not go with"),
         ({"tensor_parallel_size": 0}, SaccadeError, "tensor_parallel_size=0 must be an integer >= 1"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_helpers import finish
 from rank_helpers import PROMPTS, greedy, make
-from storm.ranks import storm
+from storm.ranks import Plan, storm
 
 from saccade import ranks
 from saccade.engine.ranks import link as rank_link
@@ -74,9 +74,10 @@ def test_a_rank_that_hangs(two):
 @pytest.mark.thorough
 def test_a_storm():
     """``make storm-ranks`` has thousands of requests."""
-    done = storm(120, seed=2, each=40)
-    assert done["outcomes"]["answered"] > 20
-    assert len(done["ends"]) > 1
+    done = storm(120, Plan(seed=2, each=40))
+    assert done.wrong == []
+    assert done.right > 20
+    assert len(done.ends) > 1
 
 
 @pytest.fixture

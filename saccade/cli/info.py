@@ -87,6 +87,7 @@ def rows(facts: ModelFacts, free: int, fits: int) -> dict[str, Any]:
         "heads": f"{facts.heads}, one latent of {facts.head_dim} channels for all"
         if facts.latent
         else f"{facts.heads}, {_key_heads(facts)}",
+        **_processes(facts),
         "context": f"{facts.context:,} tokens",
         "weights": f"{show_bytes(stored)}, {8 * stored / max(1, facts.parameters):.2f} bits each: {formats}"
         + ("" if facts.weights_here else " (no weights here: what config.json lets expect)"),
@@ -107,6 +108,18 @@ def _key_heads(facts: ModelFacts) -> str:
     return "; ".join(
         f"in {layers} layers {heads} of keys and values, {width} wide" for (heads, width), layers in kinds.items()
     )
+
+
+def _processes(facts: ModelFacts) -> dict[str, str]:
+    """By how many processes its heads can be shared out."""
+    if not facts.own_loop or facts.latent:
+        return {}
+    from saccade.models.shards import fitting_ranks
+
+    fitting = fitting_ranks(facts.heads, facts.kv_heads, facts.head_dim)
+    few, more = ([str(one) for one in fitting if (one > facts.kv_heads) is many] for many in (False, True))
+    said = f"; {', '.join(more)} store each KV head several times" if more else ""
+    return {"processes": f"tensor_parallel_size {', '.join(few)}{said}"}
 
 
 def contexts(facts: ModelFacts) -> list[dict[str, Any]]:

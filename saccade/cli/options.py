@@ -61,7 +61,7 @@ THREADS = typer.Option("--threads", help="Threads for kernels and matrix product
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
 AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
 TARGET = typer.Option("--target", help="Agreement with dense to hold by moving the method's dial.")
-RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out the KV heads, on a CPU; experimental.")
+RANKS = typer.Option("--tensor-parallel-size", help="Processes that share out the KV heads, a GPU each; experimental.")
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 
@@ -98,6 +98,8 @@ def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
     def make(given: dict[str, Any], others: dict[str, Any]) -> EngineConfig:
         from saccade.cli.progress import waiting
 
+        if given["tensor_parallel_size"] > 1 and given["max_token_gap"] == defaults.get("max_token_gap"):
+            given = {**given, "max_token_gap": None}  # a default that several ranks do not have
         check_name(given["model"])
         with waiting(f"loading {given['model']}", bool(others.get("quiet"))):  # torch alone takes seconds
             from saccade.engine.settings.config import EngineConfig

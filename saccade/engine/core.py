@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
@@ -75,14 +76,15 @@ class Engine:
         self.link = link
         self.layers = model.spec.layers
         self.watch = Watch()
-        calibrations = Calibrations(model.spec, model.path, 0, config.tensor_parallel_size)
+        part = model.part if link is None else replace(model.part, gather=link.gather)
+        calibrations = Calibrations(model.spec, model.path, part)
         device = getattr(model.runner, "device", None)
         by_fa4 = fa4.wanted(config.fa4, config.backend, device)
-        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4, part)
         self.worker = (
             Worker(model.runner, setting, exact, config.cuda_graphs)
             if link is None
-            else FirstRank(link, model.runner, setting, exact)
+            else FirstRank(link, model.runner, setting, exact, config.cuda_graphs)
         )
         memories = self.worker.memories
         states = pool.states
@@ -125,7 +127,7 @@ class Engine:
         if device is None or not self.config.cuda_graphs:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests
-        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
+        return self.worker.prepare(self.pool, policy, requests, self.max_model_len, seconds, share)
 
     def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
         """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises
@@ -188,7 +190,7 @@ class Engine:
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
-        self.checks.request(params, map_order)
+        self.checks.request(params, policy)
         asked = policy
         if policy.deferred and shares is not None:
             policy, became = shares.policy, shares.report.became
@@ -322,6 +324,7 @@ class Engine:
                     outputs.append(self.settling.failed(request, error))
             return outputs
         finally:
+            self.sparse_drafts.settled()
             self._driver.release()
 
     def _too_slow(self) -> list[StepOutput]:

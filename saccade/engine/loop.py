@@ -156,6 +156,7 @@ class AsyncEngine:
         """How the engine stands."""
         pool, prefixes, device = self.engine.pool, self.engine.prefixes, self.engine.worker.device
         kept = 0 if prefixes is None else prefixes.kept_slots
+        ranks = self.engine.config.tensor_parallel_size  # of which each stores as much
         return EngineStatistics(
             self.running,
             self.waiting,
@@ -164,7 +165,7 @@ class AsyncEngine:
             len(self.engine.sessions),
             kept,
             tiers=pool.tier_numbers(),
-            bytes_by_tier=pool.bytes_by_tier(),
+            bytes_by_tier={tier: [each * ranks for each in sizes] for tier, sizes in pool.bytes_by_tier().items()},
             graphs=None if device is None else device.kinds.recorded,
             states=None if pool.states is None else pool.states.numbers(),
             compiled=self.engine.compile_waits.total,

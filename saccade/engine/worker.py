@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +22,9 @@ from saccade.ops import triton
 
 if TYPE_CHECKING:
     from saccade.engine.device.backend import DeviceBackend
+    from saccade.engine.device.prepare import Prepared
+    from saccade.kv.blocks import BlockManager
+    from saccade.methods.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,14 @@ class Worker:
         """Whether a step may be launched before it is asked for."""
         return self.device is not None and self.device.runs_ahead and not self.exact and not self._alone
 
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int
+    ) -> Prepared | None:
+        """Record the device's steps before they are asked for (device.prepare); None where it has none."""
+        if self.device is None:
+            return None
+        return self.device.prepare(pool, policy, requests, longest, seconds, share)
+
     def repeats(self, step: StepInput) -> bool:
         """Whether the device can run the step again and again by itself (``run``'s ``times``)."""
         if self.device is None or self.exact or self._alone:
@@ -147,11 +158,17 @@ class Worker:
 
     def replay(self, step: StepInput) -> StepResult:
         """Run decode rows as if no method knew anything, and take back what that leaves."""
+        with self.replaying(step):
+            return self.run(step)
+
+    @contextmanager
+    def replaying(self, step: StepInput) -> Iterator[None]:
+        """Within it no method of the rows of ``step`` knows anything; what they leave is taken back."""
         with ExitStack() as held:
             for one in step.scheduled:
                 held.enter_context(self.memories[one.sequence_id].without_method())
             try:
-                return self.run(step)
+                yield
             finally:
                 for one in step.scheduled:
                     kv = self.memories[one.sequence_id].kv

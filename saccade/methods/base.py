@@ -37,6 +37,7 @@ from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
 from saccade.selection.forms import PlanSpec
+from saccade.selection.head_part import WHOLE, HeadPart
 from saccade.selection.plan import DevicePlan
 
 
@@ -78,7 +79,7 @@ class Chunk:
     ``gone`` bool [units, m]: keys that earlier turns evicted; a selection loses them afterwards. ``past``: what
     ``watch`` returned last, or in its first call of a turn the state that an evicting method left. ``states``: the
     decode states of all layers, none for ``watch`` where tokens that they saw were cut off. ``offline``: this layer's
-    tensors of the method's calibration.
+    tensors of the method's calibration. ``part``: which of the layer's heads these are; all, in one process.
     """
 
     q: Tensor
@@ -94,6 +95,13 @@ class Chunk:
     past: Any = None
     states: Sequence[Any] = ()
     offline: Mapping[str, Tensor] | None = None
+    part: HeadPart = WHOLE
+
+    def all_heads(self, own: Tensor) -> Tensor:
+        """``own`` of this chunk's heads (or units of them) along dimension 0 -> the same of all of the layer's. Every
+        process that has some calls it, in the same order; only methods that ``join_heads`` may."""
+        shape = self.shape
+        return self.part.all_of(own, (self.layer, shape.q_start, shape.q_len, shape.k_len))
 
     @classmethod
     def of(cls, q: Tensor, kv: KVView, scale: float | None = None, **rest: Any) -> Self:
@@ -146,8 +154,19 @@ class Method(PolicyPart):
     begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
-    joins_heads: ClassVar[str | None] = None  # what of other KV heads a choice for one of them hangs on, if anything
+    numbers_heads: ClassVar[bool] = False  # whether it draws by a KV head's number in its layer
     rows_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether a choice for one KV head hangs on others, and so asks ``Chunk.all_heads`` for theirs. Where processes
+        share out the heads, such a method chooses in its hooks."""
+        return False
+
+    @property
+    def one_process(self) -> str | None:
+        """Why processes that share out the heads cannot run it; None where they can."""
+        return None
 
     @property
     def calibration(self) -> str | None:

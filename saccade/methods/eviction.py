@@ -126,12 +126,20 @@ class SnapKV(Method):
     def begin(self, segment: Chunk) -> Kept:
         shape, places = segment.shape, torch.arange(segment.shape.k_len, device=segment.q.device)
         left = alive(segment, shape.heads if self.unit == "q_head" else shape.kv_heads)
-        if int(left.sum()) <= left.shape[0] * self.capacity and not self._overfull(left):
+        there = left.sum(1)
+        counts = segment.all_heads(there) if self.joins_heads else there
+        if int(counts.sum()) <= len(counts) * self.capacity and not self._overfull(left):
             return Kept([places[mask] for mask in left], shape.k_len)
         segment.cost.notes.append(f"decode: '{self.name}' {FORGOTTEN}")
         recent = max(0, shape.k_len - self.window)
         scores = self.votes(segment)[:, :recent].masked_fill(~left[:, :recent], -torch.inf)
-        chosen = self.choose(scores, left[:, :recent].sum(1).tolist(), left.sum(1).tolist())
+        candidates = left[:, :recent].sum(1)
+        if self.joins_heads:
+            units = self.choose(segment.all_heads(scores), segment.all_heads(candidates).tolist(), counts.tolist())
+            first = segment.part.number * len(left)
+            chosen = units[first : first + len(left)]
+        else:
+            chosen = self.choose(scores, candidates.tolist(), counts.tolist())
         return Kept([torch.cat([old, places[recent:][mask[recent:]]]) for old, mask in zip(chosen, left)], shape.k_len)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
@@ -185,7 +193,6 @@ class AdaKV(SnapKV):
 
     name: ClassVar[str] = "adakv"
     paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
-    joins_heads: ClassVar[str | None] = "its heads share one budget"
 
     safeguard: float = 0.2
     floor: str = "beside"
@@ -194,6 +201,10 @@ class AdaKV(SnapKV):
         super().__post_init__()
         require_number("safeguard", self.safeguard, 0.0, 1.0)
         require_choice("floor", self.floor, ("beside", "within"))
+
+    @property
+    def joins_heads(self) -> bool:
+        return True  # they share one budget
 
     def _overfull(self, left: Tensor) -> bool:
         return False  # a unit may keep more than its share

@@ -31,8 +31,9 @@ from saccade.selection.readings import OwnReading
 
 @dataclass(eq=False)
 class Shared(MethodState):
-    """State of one layer. ``donor``: for each unit the unit whose set it takes. ``layer_donor``: the layer whose sets
-    this one takes, or None. ``sets`` int32 [units, heavy], rising, made when the middle ended before ``since``.
+    """State of one layer. ``donor``: for each unit of the layer the one whose set it takes. ``layer_donor``: the layer
+    whose sets this one takes, or None. ``sets`` int32 [units, heavy], rising, made when the middle ended before
+    ``since``.
     ``critical`` int64 [units, rows, heavy], sorted: the keys of most weight of the prompt's last rows, until the
     layers' donors are settled."""
 
@@ -153,7 +154,6 @@ class HShare(Method):
     name: ClassVar[str] = "hshare"
     paper: ClassVar[str] = "HShare, ICLR 2025"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    joins_heads: ClassVar[str | None] = "heads take the sets of others that are like them"
 
     heavy: int = 432
     sinks: int = 16
@@ -178,6 +178,10 @@ class HShare(Method):
         object.__setattr__(self, "tail_rows", self.rows)
 
     @property
+    def joins_heads(self) -> bool:
+        return True  # they take the sets of others that are like them
+
+    @property
     def calibration(self) -> str | None:
         return CALIBRATION if self.source == "offline" else None
 
@@ -187,7 +191,7 @@ class HShare(Method):
             count = self._count(segment.q.shape[-1])
             labels = Labels(heaviest_channels(segment, "qk", count, self.source), self.bits)
             labels.extend(segment.kv)
-        critical = self._critical(segment)
+        critical = segment.all_heads(self._critical(segment))
         units = critical.shape[0]
         alike = torch.stack([_overlap(critical, critical[unit : unit + 1]) for unit in range(units)])
         state = Shared(labels, donors(alike, units - _sharing(self.head_share, units)), critical)
@@ -211,8 +215,9 @@ class HShare(Method):
                 else:
                     state.labels.extend(query.kv)
                     best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
-                state.sets, state.since = best[state.donor], last  # others' rows repeat their donors'
-                heads = len(set(state.donor)) * shape.heads // len(state.donor)
+                best = query.all_heads(best)[state.donor]  # others' rows repeat their donors'
+                state.sets, state.since = query.part.own(best), last
+                heads = self._searching(query, state)
                 work = -(-shape.k_len * heads // shape.heads)
                 query.cost.searches = heads
                 if state.labels is None:
@@ -222,6 +227,12 @@ class HShare(Method):
         else:
             query.cost.searches = 0
         return around(shape, state.sets, self.sinks, state.since)
+
+    def _searching(self, query: Query, state: Shared) -> int:
+        """Query heads of this part that retrieve."""
+        units = len(state.donor) // query.part.parts
+        own = range(query.part.number * units, (query.part.number + 1) * units)
+        return len(set(state.donor).intersection(own)) * query.shape.heads // units
 
     def _count(self, head_dim: int) -> int:
         return max(1, round(self.channels * head_dim))

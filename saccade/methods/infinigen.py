@@ -37,7 +37,6 @@ class InfiniGen(WholeMethod):
     name: ClassVar[str] = "infinigen"
     paper: ClassVar[str] = "InfiniGen, arXiv:2406.19707"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    joins_heads: ClassVar[str | None] = "all heads read as many keys as they want on average"
     rows_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
     watches: ClassVar[bool] = True
 
@@ -66,6 +65,10 @@ class InfiniGen(WholeMethod):
     @property
     def extra_memory(self) -> str | None:
         return f"partial keys take 4 bytes for {self.channels:.3g} of each key's channels beside kv_memory"
+
+    @property
+    def joins_heads(self) -> bool:
+        return True  # all read as many keys as they want on average
 
     @property
     def looks_ahead(self) -> bool:
@@ -99,7 +102,7 @@ class InfiniGen(WholeMethod):
             assert query.ahead is not None, "the engine hands over the queries that a method asks for"
             q = query.ahead
         logits = state.scores(q[:, 0], self.unit) * query.scale
-        near = (logits > logits.amax(1, keepdim=True) - self.alpha).sum(1)
+        near = query.all_heads((logits > logits.amax(1, keepdim=True) - self.alpha).sum(1))
         count = max(1, min(round(float(near.double().mean())), int(self.cap * shape.k_len)))
         if count >= shape.k_len:
             return Dense(shape)

@@ -33,7 +33,6 @@ class InfLLM(Method):
     name: ClassVar[str] = "infllm"
     paper: ClassVar[str] = "InfLLM, arXiv:2402.04617"
     phases: ClassVar[tuple[str, ...]] = ("prefill",)
-    joins_heads: ClassVar[str | None] = "it meets its blocks with the queries of all heads"
 
     sinks: int = 128
     window: int = 4096
@@ -47,6 +46,10 @@ class InfLLM(Method):
         require_whole("budget", self.budget, 0)
         require_choice("block_size", self.block_size, (32, 64, 128))
         require_whole("representatives", self.representatives, 1, self.block_size)
+
+    @property
+    def joins_heads(self) -> bool:
+        return True  # it meets its blocks with the queries of all
 
     def _counts(self) -> tuple[int, int, int]:
         """Blocks: the first, the last, and how many others are taken."""
@@ -65,7 +68,7 @@ class InfLLM(Method):
         if not bool(scores.isfinite().all()):
             raise ModelError(NOT_FINITE)
         chunk.cost.scored += shape.k_len * min(self.window, shape.q_len)
-        chunk.cost.estimated += scores.numel() * self.representatives // max(1, shape.heads)
+        chunk.cost.estimated += scores.numel() * self.representatives // max(1, shape.heads * chunk.part.parts)
         block = torch.arange(scores.shape[1], device=scores.device)
         own = shape.q_start // size + torch.arange(scores.shape[0], device=scores.device)[:, None]
         always = (block < first) | (block > own - last)
@@ -90,7 +93,9 @@ class InfLLM(Method):
         place = torch.arange(shape.q_start, shape.q_start + shape.q_len, device=q.device) // size
         place -= shape.q_start // size
         asked = q.new_zeros(q.shape[0], int(place[-1]) + 1, q.shape[-1]).index_add_(1, place, q)
-        return torch.einsum("gqd,gkd->qk", asked, memory)
+        if chunk.part.is_whole:
+            return torch.einsum("gqd,gkd->qk", asked, memory)
+        return chunk.all_heads(asked @ memory.transpose(1, 2)).sum(0)
 
     def _following(self, q: Tensor, start: int, keys: int) -> Tensor:
         """fp32 [G, keys, d]: the mean of the ``window`` queries after each key, as far as the chunk has them; of the

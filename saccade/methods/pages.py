@@ -10,7 +10,8 @@ from torch import Tensor
 
 from saccade.kv.summaries import summarize
 from saccade.methods.base import Query
-from saccade.ops.block_scores import top_blocks
+from saccade.ops.block_scores import block_scores, top_blocks
+from saccade.ops.scores import top_places
 from saccade.selection import Blocks, Dense, Selection
 from saccade.selection.forms import Summarized
 from saccade.selection.readings import Choice
@@ -41,8 +42,9 @@ def page_choice(kind: str, size: int, units: int, budget: int, first: int, last:
     return Choice(Summarized(size, kind), units, first, last, dense_upto, take=max(0, count - first - last))
 
 
-def top_pages(query: Query, choice: Choice) -> Selection:
-    """The pages that ``choice`` means for one row."""
+def top_pages(query: Query, choice: Choice, joins_heads: bool = False) -> Selection:
+    """The pages that ``choice`` means for one row. ``joins_heads``: its one unit is all heads of the layer, whoever has
+    them."""
     shape, size, first, last = query.shape, choice.size, choice.first, choice.last
     if shape.k_len <= choice.dense_upto:
         return Dense(shape)
@@ -56,7 +58,13 @@ def top_pages(query: Query, choice: Choice) -> Selection:
     query.cost.estimated += pages - last - first
     summary = query.kv.summary(choice.source.summary, size)
     codes = query.kv.codes(choice.source.summary, size)
-    best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail, codes)
+    if joins_heads and not query.part.is_whole:
+        if tail is not None:
+            summary = torch.cat([summary, tail[None].to(summary.dtype)])
+        own = block_scores(query.q[:, 0], summary[first : pages - last], query.shape.heads)
+        best = (top_places(query.all_heads(own).mean(0, keepdim=True), choice.take) + first).to(torch.int32)
+    else:
+        best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail, codes)
     return blocks_of(query, size, torch.cat([before, best, behind], 1))
 
 

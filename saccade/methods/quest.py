@@ -48,10 +48,14 @@ class Quest(BlockMethod):
         require_choice("current", self.current, ("always", "competes"))
         self.check_tail()
 
+    @property
+    def joins_heads(self) -> bool:
+        return self.unit == "layer"
+
     def select_decode(self, query: Query, state: Any) -> Selection:
         if query.layer < self.dense_layers:
             return Dense(query.shape)
-        return self.with_tail(query, top_pages(query, self._choice(query.shape)), self.block_size)
+        return self.with_tail(query, top_pages(query, self._choice(query.shape), self.joins_heads), self.block_size)
 
     def whole_upto(self, opening: Opening) -> int:
         return self._choice(opening.spec).dense_upto

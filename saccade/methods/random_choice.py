@@ -24,7 +24,7 @@ class RandomChoice(Method):
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "chance"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    joins_heads: ClassVar[str | None] = "its draws go on from head to head"
+    numbers_heads: ClassVar[bool] = True
     rows_only: ClassVar[str | None] = "its keys are drawn on the host"
 
     k: float = 1024
@@ -43,11 +43,13 @@ class RandomChoice(Method):
         if budget(shape.k_len) >= shape.k_len:
             return Dense(shape)
         lists: list[list[torch.Tensor]] = [[] for _ in range(shape.kv_heads)]
+        first = chunk.part.global_head(0, shape.kv_heads)
         for row in shape.rows.tolist():
             rng = np.random.default_rng([self.seed, chunk.layer, row])
-            for chosen in lists:
+            for head in range(first + shape.kv_heads):  # draws go on from head to head of the model
                 others = rng.choice(row, budget(row + 1) - 1, replace=False) if row else np.empty(0, dtype=np.int64)
-                chosen.append(torch.from_numpy(np.append(others, row).astype(np.int32)))
+                if head >= first:
+                    lists[head - first].append(torch.from_numpy(np.append(others, row).astype(np.int32)))
         tokens = Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
         return tokens.to(shape.device)
 

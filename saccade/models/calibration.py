@@ -14,6 +14,7 @@ from saccade.errors import PolicyError
 from saccade.files import written_whole
 from saccade.methods.offline import KINDS, OF_LAYERS
 from saccade.models.interface import ModelSpec
+from saccade.selection.head_part import WHOLE, HeadPart
 
 FOLDER = "calibration"
 OF_CHANNELS = "channels", "skew"  # kinds that say something of single channels of keys
@@ -33,11 +34,11 @@ def save_calibration(folder: Path, kind: str, layers: Sequence[Mapping[str, Tens
 
 
 class Calibrations:
-    """The calibrations of the model in ``folder``, each read when it is first asked for. ``spec`` is of ``rank``, from
-    0, of ``ranks`` that share out the model's heads: it takes what is of its own."""
+    """The calibrations of the model in ``folder``, each read when it is first asked for. ``spec`` is of the ``part`` of
+    the model's heads that a process has: it takes what is of these."""
 
-    def __init__(self, spec: ModelSpec, folder: Path | None, rank: int = 0, ranks: int = 1) -> None:
-        self.spec, self.folder, self._rank, self._ranks = spec, folder, rank, ranks
+    def __init__(self, spec: ModelSpec, folder: Path | None, part: HeadPart = WHOLE) -> None:
+        self.spec, self.folder, self._part = spec, folder, part
         self._read: dict[str, list[dict[str, Tensor]]] = {}
 
     def layer(self, kinds: Sequence[str], layer: int) -> Mapping[str, Tensor] | None:
@@ -63,14 +64,14 @@ class Calibrations:
             stored = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise PolicyError(f"calibration {file} cannot be used ({error}); make it again with: {command}") from None
-        spec, ranks = self.spec, self._ranks
+        spec, parts = self.spec, self._part.parts
 
-        def shapes(layer: int, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        def shapes(layer: int, parts: int = 1) -> dict[str, tuple[int, ...]]:
             kv_heads, head_dim = spec.shape(layer)
-            return KINDS[kind].shapes(spec.heads * ranks, kv_heads * ranks, head_dim)
+            return KINDS[kind].shapes(spec.heads * parts, kv_heads * parts, head_dim)
 
         wanted = {
-            f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes(layer, ranks).items()
+            f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes(layer, parts).items()
         }
         if {key: tuple(tensor.shape) for key, tensor in stored.items()} != wanted:
             raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")
@@ -82,14 +83,14 @@ class Calibrations:
         return [
             {
                 name: self._own(stored[f"{layer}.{name}"], shape)
-                for name, shape in shapes(layer, ranks if kind in OF_LAYERS else 1).items()
+                for name, shape in shapes(layer, parts if kind in OF_LAYERS else 1).items()
             }
             for layer in range(spec.layers)
         ]
 
     def _own(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The rank's part, of ``shape``, along the dimension of heads, if there is one."""
+        """The part of these heads, of ``shape``, along the dimension of heads, if there is one."""
         for dim, size in enumerate(shape):
             if tensor.shape[dim] != size:
-                tensor = tensor.narrow(dim, self._rank * size, size)
+                tensor = tensor.narrow(dim, self._part.number * size, size)
         return tensor.contiguous()

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,13 @@ from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.ops import fp8
 from saccade.ops.group_rounding import BITS
 from saccade.ops.matrices import Matrix
+from saccade.selection.head_part import WHOLE, HeadPart
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint ready to run. ``notes`` are plain sentences: what differs from what the folder or caller said."""
+    """A checkpoint ready to run. ``notes`` are plain sentences: what differs from what the folder or caller said.
+    ``part``: of its heads, where processes share them out."""
 
     path: Path
     spec: ModelSpec
@@ -65,6 +68,7 @@ class LoadedModel:
     device: torch.device
     notes: tuple[str, ...]
     found: FoundOnce
+    part: HeadPart = WHOLE
 
     @property
     def identity(self) -> ModelIdentity:
@@ -166,9 +170,10 @@ def load_model(
     for note in notes:
         warnings.warn(note, stacklevel=2)
 
-    def found_digest() -> str:
-        return digest_weights(runner.weights) if digest is None else digest() if callable(digest) else digest
-
+    # A digest that is known holds no weights: of several ranks each gives back those of the others.
+    known = digest
+    said = model.config
+    find = partial(_digest_of, runner) if known is None else known if callable(known) else lambda: str(known)
     added = None if adapter is None else adapter.name
     stored = matrix_modules.formats(model) if llama is None else llama.weights.format
     return LoadedModel(
@@ -181,8 +186,12 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
-        found=FoundOnce(lambda: identity_of(model.config, spec, found_digest(), stored, added)),
+        found=FoundOnce(lambda: identity_of(said, spec, find(), stored, added)),
     )
+
+
+def _digest_of(runner: HFRunner) -> str:
+    return digest_weights(runner.weights)
 
 
 def _quantised_source(

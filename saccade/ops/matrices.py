@@ -4,7 +4,7 @@ numbers are here; ``ops.fp8_weights``, ``ops.block_weights`` and ``ops.planes`` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -90,6 +90,36 @@ class Matrix(ABC):
     def join(parts: Sequence[Matrix]) -> Matrix:
         """Matrices that are :meth:`alike`, of the same channels, as one, their outputs one after another."""
         return parts[0].like([torch.cat(same) for same in zip(*(part.stored for part in parts))], joined_bias(parts))
+
+
+class PartMatrix(Matrix):
+    """One process's ``part`` of a matrix that several multiply together. It has what the part has."""
+
+    def __init__(self, part: Matrix) -> None:
+        self.part = part
+        self.format, self.weight, self.bias, self.channels = part.format, part.weight, part.bias, part.channels
+
+    @abstractmethod
+    def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
+        """:meth:`product`, where ``product`` multiplies by a part."""
+
+    def product(self, x: Any) -> Tensor:
+        """See :class:`Matrix`."""
+        return self.through(lambda rows, part: part.product(rows), x)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """See :class:`Matrix`."""
+        return self.part.stored
+
+    @property
+    def outputs(self) -> int:
+        """Those of this process's part."""
+        return self.part.outputs
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`Matrix`."""
+        return self.part.rows(ids, dtype)
 
 
 def joined_bias(parts: Sequence[Matrix]) -> Tensor | None:

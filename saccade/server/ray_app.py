@@ -160,6 +160,11 @@ def application(
     assert server.deadline is not None
     if 0 < fleet.gpus < 1 and engine.kv_memory in (None, PROFILE):
         raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
+    ranks = engine.tensor_parallel_size
+    if ranks > 1 and fleet.gpus not in (0, ranks):
+        raise SaccadeError(
+            f"tensor_parallel_size={ranks} takes {ranks} GPUs a replica, or none; got --replica-gpus {fleet.gpus:g}"
+        )
     # A replica goes on with what another one has stored. What "auto" found here says nothing about the machines that
     # replicas run on.
     shared = engine.session_dir is not None or engine.kv_disk is not None
@@ -232,8 +237,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     for name in ("names", "hosts", "cors"):
         if name in server:
             server[name] = tuple(server[name])
+    gap = TOKEN_GAP if engine.get("tensor_parallel_size", 1) == 1 else None  # several ranks do not have it
     return application(
-        EngineConfig.of(**{"enable_prefix_caching": True, "max_token_gap": TOKEN_GAP, **engine}),
+        EngineConfig.of(**{"enable_prefix_caching": True, "max_token_gap": gap, **engine}),
         ServerConfig(
             keys=KeyRing() if keys is None else KeyRing.load(keys),
             policies=PolicyRules(None if rules is None else tuple(rules)),

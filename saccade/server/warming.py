@@ -24,6 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from saccade import ranks
 from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
@@ -176,7 +177,7 @@ def _dry(config: EngineConfig, policies: Sequence[Policy], found: Connection, de
     logger.disabled = True
     warnings.simplefilter("ignore")
     try:
-        with compiling.collecting(lambda data: found.send(("kernel", data))):
+        with ranks.alone(), compiling.collecting(lambda data: found.send(("kernel", data))):
             run_through(LLM(config=dry_config(config)), policies)
     except BaseException as error:
         with suppress(OSError):

@@ -22,6 +22,7 @@ from saccade.engine.device.ahead import Ahead, Launched, may_follow
 from saccade.engine.device.attention import DeviceAttention, Group
 from saccade.engine.device.audit import StepAudits
 from saccade.engine.device.graphs import GraphStats, Key, StepKind, StepKinds, rounded_up
+from saccade.engine.device.leading import Lead, OwnLead
 from saccade.engine.device.prepare import MOST, Prepared, Preparing
 from saccade.engine.device.replays import DenseReplays
 from saccade.engine.device.rooms import EACH, RowRooms
@@ -79,6 +80,7 @@ class DeviceBackend(DeviceServing):
         self._rooms = RowRooms(runner.spec, runner.device, self.kinds)
         self._replays = DenseReplays(self._plans, self.kinds, self._kind)
         self._dense: Tensor | None = None  # logits of what ran last, run densely
+        self.lead: Lead = OwnLead()
 
     @property
     def graphs(self) -> GraphStats:
@@ -134,7 +136,9 @@ class DeviceBackend(DeviceServing):
         try:
             quiet, replays = self.watch.idle and times == 1, not self.watch.replays.isdisjoint(step.request_ids)
             known = ahead is not None and (ahead.dense is not None or not replays)
-            if quiet and known and ahead is not None and ahead.serves(step, placed, key):
+            mine = quiet and known and ahead is not None and ahead.serves(step, placed, key)
+            ids = tuple(None if row is None else row.scheduled.request_id for row in placed)
+            if self.lead.takes_ahead(mine, (ids, times)) and ahead is not None:
                 ahead.launched.buffers.come_back(True)
                 self._tiers.asked(_rows(placed))
                 self._launched, self.fresh, self._dense = ahead.launched, replays, ahead.dense
@@ -154,7 +158,9 @@ class DeviceBackend(DeviceServing):
                     counted.append((number, row))
             if times > 1:
                 fetch_repeated(self._chosen, placed)
-            elif goes_on and quiet and self._may_go_on(key, kind, placed) and (audits is None or audits.launches):
+            elif self.lead.goes_on(
+                goes_on and quiet and self._may_go_on(key, kind, placed) and (audits is None or audits.launches)
+            ):
                 self._go_on(placed, audits)
             else:
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
@@ -291,11 +297,26 @@ class DeviceBackend(DeviceServing):
         return kind, forward
 
     def prepare(
-        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int = 1
+        self,
+        pool: BlockManager,
+        policy: Policy,
+        requests: int,
+        longest: int,
+        seconds: float,
+        share: int = 1,
+        tell: Callable[[int], None] = lambda number: None,
     ) -> Prepared:
-        """Record steps before they are asked for: see device_prepare. At most one ``share``-th of those that may be."""
-        preparing = Preparing(pool, self._plans, self._rooms, self.kinds, self._kind)
-        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds, MOST // share)
+        """Record steps before they are asked for: see device/prepare.py. At most one ``share``-th of those that may be.
+        ``tell`` is told the number of each before it is recorded."""
+        most = MOST // share
+        return self._preparing(pool).run(policy, min(requests, MOST_ROWS), longest, seconds, most, tell)
+
+    def prepare_one(self, pool: BlockManager, policy: Policy, requests: int, longest: int, number: int) -> bool:
+        """Record the step of that ``number`` among those of :meth:`prepare`. False where it fails."""
+        return self._preparing(pool).one(policy, min(requests, MOST_ROWS), longest, number)
+
+    def _preparing(self, pool: BlockManager) -> Preparing:
+        return Preparing(pool, self._plans, self._rooms, self.kinds, self._kind)
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
@@ -311,7 +332,12 @@ class DeviceBackend(DeviceServing):
         launched = self._launched
         assert launched is not None
         kind, buffers = launched.kind, launched.buffers
+        for row in _rows(placed):
+            if row.kv.missing_blocks(row.scheduled.stop + 1):  # for which another process has room
+                row.kv.reserve(row.scheduled.stop + 1)
         choice = Choice(kind, placed)
+        if choice.draws:
+            choice.tokens = self.lead.tokens(choice.tokens)
         copied = Copied(choice.tokens)
         self._rooms.follow(buffers, placed)
         if audits is not None:

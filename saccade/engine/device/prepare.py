@@ -46,21 +46,42 @@ class Preparing:
     def __init__(self, pool: BlockManager, plans: DevicePlans, rooms: RowRooms, kinds: StepKinds, kind: Kind) -> None:
         self._pool, self._plans, self._rooms, self._kinds, self._kind = pool, plans, rooms, kinds, kind
 
-    def run(self, policy: Policy, requests: int, longest: int, seconds: float, most: int = MOST) -> Prepared:
+    def run(
+        self,
+        policy: Policy,
+        requests: int,
+        longest: int,
+        seconds: float,
+        most: int = MOST,
+        tell: Callable[[int], None] = lambda number: None,
+    ) -> Prepared:
         """Record the steps that up to ``requests`` requests under ``policy`` take, of up to ``longest`` keys each:
-        shorter ones first, at most ``most``; none is begun after so many ``seconds`` but the first."""
+        shorter ones first, at most ``most``; none is begun after so many ``seconds`` but the first. ``tell`` is told
+        the number of each before."""
         began, done = time.perf_counter(), 0
+        keys = self._wanted(policy, requests, longest)
+        for number, key in enumerate(keys[:most]):
+            if done and time.perf_counter() - began > seconds:
+                break
+            tell(number)
+            if not self._record(key):
+                break
+            done += 1
+        return Prepared(done, len(keys), time.perf_counter() - began)
+
+    def one(self, policy: Policy, requests: int, longest: int, number: int) -> bool:
+        """Record one of them. False where it fails."""
+        return self._record(self._wanted(policy, requests, longest)[number])
+
+    def _wanted(self, policy: Policy, requests: int, longest: int) -> list[Key]:
+        """The keys of those steps, for which there is room then."""
         rows, room = pad(requests, 1), pad(longest, SHORTEST)
         while room > SHORTEST and self._table_bytes(rows, room) > MOST_TABLES:
             room //= 2
         keys = list(self._keys(policy, rows, room))
         for count, verifies in ((rows, False), (MOST_PIECES, True)) if keys else ():
             self._rooms.room(self._pool, count, self._pool.format.blocks(room), verifies)
-        for key in keys[:most]:
-            if (done and time.perf_counter() - began > seconds) or not self._record(key):
-                break
-            done += 1
-        return Prepared(done, len(keys), time.perf_counter() - began)
+        return keys
 
     def _table_bytes(self, rows: int, keys: int) -> int:
         pool = self._pool

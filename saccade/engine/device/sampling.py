@@ -103,6 +103,11 @@ class Choice:
             self.tokens = kind.best.clone()
             self.tokens[at] = torch.where(self.tokens[at] < 0, LEFT, chosen)
 
+    @property
+    def draws(self) -> bool:
+        """Whether any token is drawn: numbers on another device may differ then."""
+        return bool(self._drawn)
+
     def write(self, tokens: Sequence[int], vocab_size: int) -> None:
         """Write down each row's token, which is here now."""
         drawn = [tokens[number] for number in self._drawn]

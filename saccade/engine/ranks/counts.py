@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.engine.ranks.link import RankGroup
+from saccade.engine.ranks.link import Group
 from saccade.engine.steps.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
 from saccade.engine.watch.device_counts import DeviceCounts
 from saccade.engine.watch.layer_stats import LayerStats
+from saccade.engine.watch.phase_stats import Late
 from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
 from saccade.ops.pairs import pairs as pairs_of
 from saccade.selection import Selection, Shape
 
 DENSE = Policy()
+
+
+class LateOfRanks:
+    """What each rank counts of its heads of one request under one name, and keeps until a report is made. ``ask`` gives
+    what all of them have counted, for what the first has."""
+
+    def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]]) -> None:
+        self._ask = ask
+        self._own: Late | None = None  # while there is anything new
+
+    def note(self, own: Late) -> None:
+        """A step has counted into ``own``, here."""
+        self._own = own
+
+    def take(self) -> DeviceCounts:
+        """What was counted since the last time."""
+        own, self._own = self._own, None
+        if own is None:
+            return DeviceCounts()
+        total = LateOfAll()
+        total.add(self._ask(own.take()))
+        return total.take()
 
 
 class LateOfAll:
@@ -33,7 +56,7 @@ class LateOfAll:
         """Count what each rank did since the last time."""
         kept = self._counts
         for layer in parts[0].layers:
-            more, have = _stats([one.layers[layer] for one in parts]), kept.layers.get(layer)
+            more, have = _stats([one.layers[layer] for one in parts if layer in one.layers]), kept.layers.get(layer)
             kept.layers[layer] = more
             if have is not None:
                 more.plus(have)
@@ -61,7 +84,7 @@ def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> 
             found.calls, found.late = [], {("ranks", one.phase): total}
 
 
-def exchange(group: RankGroup, own: Any) -> list[Any]:
+def exchange(group: Group, own: Any) -> list[Any]:
     """Each rank's ``own``, in the order of ranks; all of them call it."""
     data = torch.frombuffer(bytearray(pickle.dumps(own, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
     sizes = [int(size) for size in group.gather(torch.tensor([len(data)]))]
@@ -71,16 +94,20 @@ def exchange(group: RankGroup, own: Any) -> list[Any]:
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes)]
 
 
-def share_counts(group: RankGroup, step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RankCounts]:
+def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RankCounts]:
     """What each rank counted of the ``good`` requests of ``step``, in the order of ranks; each calls it for the same
-    ones. Nothing is sent where all of them are dense, since their ranks read alike."""
+    ones. Nothing is sent where all of them are dense, since their ranks read alike, nor where all was counted on
+    devices."""
     if all(one.policy == DENSE for one in step.scheduled):
         return []
     rows, late = _rows(step, result, good), {}
     for one, stood in zip(step.scheduled, good):
         if stood:
             for name, counts in result.requests[one.request_id].late.items():
-                late[one.request_id, name] = counts.take()
+                if isinstance(counts, LateOfAll):
+                    late[one.request_id, name] = counts.take()
+    if not late and not any(row.calls for row in rows):
+        return []
     return exchange(group, RankCounts([[_told(call) for call in row.calls] for row in rows], late))
 
 

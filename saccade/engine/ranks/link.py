@@ -1,11 +1,10 @@
 """What joins the ranks of one engine: messages from the first to the others, and sums over all of them.
 
-Messages are pickled and go to the other ranks' standard input; sums run over gloo on the loopback interface.
+Messages are pickled and go to the other ranks' standard input; sums are engine/ranks/reduce.py's.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import pickle
@@ -17,65 +16,112 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from saccade.engine.ranks.meeting import device_reduce
+from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
 HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
+DYING_SECONDS = 1.0  # after its connections have broken, that a process takes to be known as dead
 START_SECONDS = 600.0  # to load a model
+COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
+CPU = torch.device("cpu")
 
 
 class RanksLost(EngineLost):
     """A rank that died, does not answer or is out of step. No request of its engine can go on."""
 
 
-class RankGroup:
-    """The sums of ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
-    RuntimeError within ``seconds`` where another one does not come. Waits for all of them to begin. ``counts`` say
-    when it is in one."""
+class Group(Protocol):
+    """What joins ranks, as they call it: each the same in the same order."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, seconds: float, counts: SumCounts) -> None:
-        gloo: Any = distributed.ProcessGroupGloo  # of which torch's stubs know little
-        options = gloo._Options()
-        options._timeout = datetime.timedelta(seconds=seconds)
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        self._group, self.ranks = gloo(store, rank, ranks, options), ranks
-        self._rank, self._counts = rank, counts
+    ranks: int
+
+    @property
+    def records(self) -> bool: ...
+
+    def sum(self, part: Tensor) -> Tensor: ...
+
+    def gather(self, part: Tensor) -> list[Tensor]: ...
+
+    def first(self, part: Tensor) -> Tensor: ...
+
+    def abort(self) -> None: ...
+
+
+class RankGroup:
+    """What joins ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
+    RuntimeError within ``seconds`` where another one does not come to what runs on the host. Waits for all of them to
+    begin. ``counts`` say when it is in such a sum. Tensors on ``device``, a GPU, are joined there."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        counts: SumCounts,
+        device: torch.device = CPU,
+        name: str = "",
+    ) -> None:
+        self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
+        self._there: Reduce = self._host
+        if device.type == "cuda":
+            self._there = device_reduce(store, rank, ranks, device, name, self._host)
+
+    @property
+    def records(self) -> bool:
+        """Whether a CUDA graph can record its sums."""
+        return self._there.records
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, added up in float32, in the dtype of ``part``."""
-        whole = part.float().contiguous()
-        with self._counts.within(self._rank):
-            self._group.allreduce([whole]).wait()
-        return whole.to(part.dtype)
+        """The sum of all ranks' parts, in the dtype of ``part``: added up in float32 on the host."""
+        return self._run(part, "sum")
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' parts, which are of one shape and dtype."""
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        with self._counts.within(self._rank):
-            self._group.allgather([parts], [part.contiguous()]).wait()
-        return parts
+        return self._run(part, "gather")
+
+    def first(self, part: Tensor) -> Tensor:
+        """The first rank's part; all are of one shape and dtype."""
+        return self._run(part, "first")
+
+    def _run(self, part: Tensor, name: str) -> Any:
+        joins = self._host if part.device.type == "cpu" else self._there
+        if joins is not self._host:
+            return getattr(joins, name)(part)
+        with self.counts.within(self.rank):
+            return getattr(joins, name)(part)
+
+    def abort(self) -> None:
+        """Have a GPU that waits for a rank that is gone wait no longer, and give back what joins them."""
+        self._there.abort()
 
 
 class RankLink:
     """The first rank's hold on the others, one process each, which end with it."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    alone = False  # whether there are no others
+
+    def __init__(self, ranks: int, device: torch.device = CPU) -> None:
+        self.ranks, self.device = ranks, device
         self.lost: RanksLost | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._group: RankGroup | None = None
+        self._group: Group | None = None
         self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
         self._store = distributed.FileStore(str(self.store_path), ranks)
         self._counts = SumCounts(counts_path(self.store_path), ranks)
+        self._steps = SumCounts(steps_path(self.store_path), ranks)
         self._watch: RankWatch | None = None
         self._losing = threading.RLock()
         self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
@@ -96,7 +142,7 @@ class RankLink:
                     raise self.lose(None)
                 time.sleep(0.01)
         try:
-            self._group = RankGroup(self._store, 0, self.ranks, ANSWER_SECONDS, self._counts)
+            self._group = self._met()
         except RuntimeError as error:
             raise self.lose(error) from error
         link = weakref.ref(self)  # which its watch does not keep
@@ -105,7 +151,15 @@ class RankLink:
             if (own := link()) is not None:
                 own._lose_rank(rank, why)
 
-        self._watch = RankWatch(self._counts, self.processes, HANG_SECONDS, found)
+        self._watch = RankWatch(self._counts, self._steps, self.processes, HANG_SECONDS, found)
+
+    def _met(self) -> Group:
+        seconds = patience(self.device)
+        return RankGroup(self._store, 0, self.ranks, seconds, self._counts, self.device, self.store_path.parent.name)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """The first rank is in a step: it waits for its device there, which may wait for other ranks."""
+        return self._steps.within(0)
 
     def tell(self, message: Any) -> None:
         """Send a message to all other ranks. RanksLost where one is gone."""
@@ -125,13 +179,20 @@ class RankLink:
             raise RanksLost(str(self.lost))
 
     @property
-    def group(self) -> RankGroup:
+    def group(self) -> Group:
         """RanksLost where there is none any more."""
         if self.lost is not None or self._group is None:
             raise RanksLost(str(self.lost or "the other ranks have not begun"))
         return self._group
 
-    def joined(self) -> RankGroup:
+    def gather(self, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
+        """See ``gather_named``; where it fails the others are given up."""
+        try:
+            return gather_named(self.group, name, own)
+        except RuntimeError as error:
+            raise self.lose(error) from error
+
+    def joined(self) -> Group:
         """See ``group``."""
         return self.group
 
@@ -145,10 +206,12 @@ class RankLink:
         with self._losing:
             if self.lost is not None:
                 return self.lost
-            time.sleep(0.05)  # a process that died is known to be dead a little later than its connections
-            for rank, process in enumerate(self.processes, 1):
-                if (code := process.poll()) is not None:
-                    return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+            until = time.monotonic() + DYING_SECONDS
+            while self.processes and time.monotonic() < until:
+                for rank, process in enumerate(self.processes, 1):
+                    if (code := process.poll()) is not None:
+                        return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+                time.sleep(0.02)
             what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
             return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
 
@@ -162,6 +225,10 @@ class RankLink:
     def _end_all(self, why: str) -> RanksLost:
         self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
         logger.error("%s", self.lost)
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()
+            for process in self.processes:  # which may wait on their GPUs, and hold nothing that is to be kept
+                process.kill()
         self._finalizer()
         return self.lost
 
@@ -172,12 +239,33 @@ class RankLink:
                 self.lost = RanksLost("the engine was closed")
             if self._watch is not None:
                 self._watch.close()
+            if self._group is not None:
+                self._group.abort()
         self._finalizer()
+
+
+class LoneLink(RankLink):
+    """The first rank's without the others: it runs its part of the model, whose results mean nothing."""
+
+    alone = True
+
+    def _met(self) -> Group:
+        return Alone(self.ranks)
 
 
 def counts_path(store: Path) -> Path:
     """Where ranks that find each other at ``store`` count the sums that they have come to."""
     return store.with_name("counts")
+
+
+def steps_path(store: Path) -> Path:
+    """Where they count the steps that they have begun and ended."""
+    return store.with_name("steps")
+
+
+def patience(device: torch.device) -> float:
+    """Seconds that a rank on ``device`` waits on its host for another one that gets on."""
+    return ANSWER_SECONDS if device.type == "cpu" else COMPILE_SECONDS
 
 
 def ready(rank: int) -> str:
@@ -190,7 +278,17 @@ def failed(rank: int) -> str:
     return f"failed/{rank}"
 
 
-def others_fail(group: RankGroup, own: list[bool]) -> list[bool]:
+def gather_named(group: Group, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
+    """All ranks' parts of what ``name`` names. RuntimeError where another rank asks for something else: one whose rows
+    of a request failed goes on with the next."""
+    asked = torch.tensor([*name, *own.shape], dtype=torch.int64, device="cpu")
+    for other in group.gather(asked):
+        if not torch.equal(other, asked):
+            raise RuntimeError(f"one asks for {asked.tolist()}, another for {other.tolist()}")
+    return group.gather(own)
+
+
+def others_fail(group: Group, own: list[bool]) -> list[bool]:
     """Of some requests, of which this rank failed ``own``, which another rank has failed."""
     flags = group.sum(torch.tensor(own, dtype=torch.float32, device="cpu"))
     return [count > mine for count, mine in zip(flags.tolist(), own)]

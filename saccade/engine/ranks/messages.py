@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from saccade.engine.memory.sequence_memory import Cut
 from saccade.engine.steps.step import StepInput
+from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.maps import Maps
 from saccade.kv.saved import SavedKV
+from saccade.methods.policy import Policy
+
+
+class Run(NamedTuple):
+    """See ``Worker.run``. ``forget``: counts, by request and name, that no report asks for any more."""
+
+    step: StepInput
+    times: int
+    goes_on: bool
+    forget: tuple[tuple[int, Hashable], ...]
+
+
+class Replay(NamedTuple):
+    """See ``Worker.replay``."""
+
+    step: StepInput
+
+
+class Audits(NamedTuple):
+    """What is audited of the next step's rows, by request: the KV heads of the model by layer, and ``RowAudit.whole``;
+    the ranks gather what they found."""
+
+    drawn: dict[int, tuple[Mapping[int, list[int]], bool]]
+
+
+class Look(NamedTuple):
+    """Whose rows of the next step are looked at, as (request, what looks); and what looks, where it is new."""
+
+    at: tuple[tuple[int, Hashable], ...]
+    fresh: dict[tuple[int, Hashable], Maps | Bounds]
+
+
+class TakeSeen(NamedTuple):
+    """Tell what was seen of a request's own heads; the ranks gather it."""
+
+    at: tuple[int, Hashable]
+
+
+class Decision(NamedTuple):
+    """Within a step on a device: what the first rank does, of which ``said`` is what must be alike."""
+
+    taken: bool
+    said: Hashable
+
+
+class TakeCounts(NamedTuple):
+    """Tell what was counted of a request under a name; the ranks gather it."""
+
+    request: int
+    name: Hashable
+
+
+class RecordStep(NamedTuple):
+    """See ``Preparing.record``: the step ``number`` of those that ``policy`` takes. 0 is there even without one."""
+
+    policy: Policy
+    requests: int
+    longest: int
+    number: int
 
 
 class Fork(NamedTuple):
@@ -36,6 +98,12 @@ class BeginTurn(NamedTuple):
     sequence: int
     reached: int
     keeps: bool
+
+
+class BeginDrafts(NamedTuple):
+    """See ``Memories.begin_drafts``; nothing is carried."""
+
+    sequence: int
 
 
 class Settled(NamedTuple):
@@ -87,4 +155,24 @@ class LoadRows(NamedTuple):
     rows: int | None
 
 
-Message = StepInput | BeginTurn | Settled | ForgetStates | Fork | Truncate | Free | Save | SaveRows | Load | LoadRows
+Message = (
+    Run
+    | Replay
+    | Audits
+    | Look
+    | TakeSeen
+    | Decision
+    | TakeCounts
+    | RecordStep
+    | BeginTurn
+    | BeginDrafts
+    | Settled
+    | ForgetStates
+    | Fork
+    | Truncate
+    | Free
+    | Save
+    | SaveRows
+    | Load
+    | LoadRows
+)

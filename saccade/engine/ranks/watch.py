@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -48,20 +48,34 @@ class SumCounts:
         within = [rank for rank, count in enumerate(others, 1) if count == first]
         return first, (late or within) if first % 2 else []
 
+    def inside(self, rank: int) -> bool:
+        """Whether ``rank`` is in one."""
+        return bool(self._counts[rank] % 2)
+
 
 class RankWatch:
     """A thread that calls ``found(rank, why)``, once, for a rank of ``processes`` that ended by itself, or for which
-    the first rank waits while it has not used a processor for ``seconds``. One that computes may take its time.
+    the first rank waits while it has not used a processor for ``seconds``: in a sum on the host (``counts``), or in a
+    step (``steps``), where devices wait for each other and hosts use a processor for that. A rank that computes, or
+    waits for the first, may take its time.
 
     Where the system does not say what processor time a process has used (it does under Linux), only ends are found.
     """
 
     def __init__(
-        self, counts: SumCounts, processes: Sequence[Process], seconds: float, found: Callable[[int, str], None]
+        self,
+        counts: SumCounts,
+        steps: SumCounts,
+        processes: Sequence[Process],
+        seconds: float,
+        found: Callable[[int, str], None],
     ) -> None:
-        self._counts, self._processes, self.seconds, self._found = counts, processes, seconds, found
+        self._counts, self._steps, self._processes = counts, steps, processes
+        self.seconds, self._found = seconds, found
         self._over = threading.Event()
-        self._still: dict[int, tuple[tuple[int, Activity], float]] = {}  # by rank: what it was, and since when
+        self._still: dict[
+            int, tuple[tuple[tuple[int, int], Activity], float]
+        ] = {}  # by rank: what it was, and since when
         threading.Thread(target=self._look, name="saccade-ranks", daemon=True).start()
 
     def close(self) -> None:
@@ -70,7 +84,7 @@ class RankWatch:
 
     def _look(self) -> None:
         while not self._over.wait(min(LOOK_SECONDS, self.seconds / 4)):
-            (count, awaited), now, still = self._counts.awaited(), time.monotonic(), dict(self._still)
+            (count, awaited), now, still = self._awaited(), time.monotonic(), dict(self._still)
             self._still.clear()
             for rank, process in enumerate(self._processes, 1):
                 if (code := process.poll()) is not None:
@@ -84,6 +98,12 @@ class RankWatch:
                 why = f"hangs: it used no processor for {now - self._still[worst][1]:.0f} s, and was waited for"
                 return self._found(worst, why)
 
+    def _awaited(self) -> tuple[tuple[int, int], set[int]]:
+        """Where the first rank is, and the ranks that it may wait for there."""
+        sums, late = self._counts.awaited()
+        steps, within = self._steps.awaited()
+        return (sums, steps), {*late, *(rank for rank in within if not self._counts.inside(rank))}
+
 
 class Activity(NamedTuple):
     """What the system says of a process: clock ``ticks`` of processor time that it and its threads have used."""
@@ -93,9 +113,14 @@ class Activity(NamedTuple):
 
 
 def activity(pid: int) -> Activity | None:
-    """None where the system does not say."""
+    """None where the system does not say. A process uses what those do that it has started: compilers, say."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return Activity(int(words[11]) + int(words[12]), words[0] in "Tt")  # utime and stime, state: proc(5)
+    ticks = int(words[11]) + int(words[12])  # utime and stime, state: proc(5)
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            started = [activity(int(child)) for child in path.read_text().split()]
+            ticks += sum(one.ticks for one in started if one is not None)
+    return Activity(ticks, words[0] in "Tt")

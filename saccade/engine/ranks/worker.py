@@ -7,156 +7,159 @@ others are never longer than the engine's, so its pool, of as many blocks, speak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
+from saccade.engine.attention import AttentionBackend, StepFailedError
 from saccade.engine.memory.memories import Memories
-from saccade.engine.memory.saved_memory import SavedMemory
-from saccade.engine.memory.sequence_memory import Cut
-from saccade.engine.ranks.counts import LateOfAll, RankCounts, fold_counts, join_counts, share_counts
-from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.counts import (
+    DENSE,
+    LateOfAll,
+    LateOfRanks,
+    RankCounts,
+    exchange,
+    fold_counts,
+    join_counts,
+    share_counts,
+)
+from saccade.engine.ranks.leads import FirstLead, OtherLead
+from saccade.engine.ranks.link import Group, RankGroup, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.looks import Looks, looking, seen_by
+from saccade.engine.ranks.memories import SharedMemories, gathered
 from saccade.engine.ranks.messages import (
+    Audits,
+    BeginDrafts,
     BeginTurn,
+    Decision,
     ForgetStates,
     Fork,
-    Free,
     Load,
     LoadRows,
+    Look,
     Message,
+    RecordStep,
+    Replay,
+    Run,
     Save,
     SaveRows,
     Settled,
+    TakeCounts,
+    TakeSeen,
     Truncate,
 )
+from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.rows.calls import Setting
-from saccade.engine.settings.rank_limits import check_policy
-from saccade.engine.steps.step import StepInput, StepResult
+from saccade.engine.steps.step import StepInput, StepResult, results_of
+from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit, RowAudit
+from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.watch.maps import Maps
+from saccade.engine.watch.phase_stats import Late
 from saccade.engine.worker import Worker
-from saccade.errors import PolicyError, whole_number
+from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
-from saccade.kv.held import HeldBlocks
-from saccade.kv.saved import SavedKV
 from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
 
-
-class SharedMemories(Memories):
-    """The first rank's memories: what becomes of them is told to the others."""
-
-    def __init__(self, link: RankLink) -> None:
-        super().__init__()
-        self._link = link
-
-    def fork(self, source: int, target: int, length: int | None = None) -> HeldBlocks:
-        made = super().fork(source, target, length)
-        self._tell(Fork(source, target, length))
-        return made
-
-    def truncate(
-        self,
-        sequence: int,
-        length: int,
-        cut: Cut = Cut.UNSEEN,
-        *,
-        stored: int | None = None,
-        learns: bool = False,
-        holds: bool = False,
-    ) -> bool:
-        stood = super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
-        if stood:  # else it was freed, which has been told
-            self._tell(Truncate(sequence, length, cut, stored, learns, holds))
-        return stood
-
-    def free(self, sequence: int, closes: bool = False) -> None:
-        super().free(sequence, closes)
-        self._tell(Free(sequence, closes))
-
-    def begin_turn(self, sequence: int, reached: int, keeps: bool) -> None:
-        super().begin_turn(sequence, reached, keeps)
-        self._tell(BeginTurn(sequence, reached, keeps))
-
-    def settled(self, sequence: int) -> None:
-        super().settled(sequence)
-        self._tell(Settled(sequence))
-
-    def forget_states(self, sequence: int) -> None:
-        super().forget_states(sequence)
-        self._tell(ForgetStates(sequence))
-
-    def save(self, sequence: int, segment: int | None = None, older: Iterable[int] = ()) -> SavedMemory:
-        if self.has_state(sequence):
-            raise PolicyError(
-                f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="
-                f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
-            )
-        made = super().save(sequence, segment)
-        tensors = self._whole(Save(sequence, segment), made.tensors)
-        return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._link.ranks})
-
-    def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
-        return self._whole(SaveRows(sequence, start, stop), super().save_rows(sequence, start, stop))
-
-    def check_policies(self, policies: Iterable[Policy]) -> None:
-        for policy in policies:
-            check_policy(self._link.ranks, policy)
-
-    def check_kv(self, sequence: int, saved: SavedKV) -> None:
-        super().check_kv(sequence, self._part(saved))
-
-    def load(self, sequence: int, saved: SavedKV) -> HeldBlocks:
-        own = self._part(saved)
-        made = super().load(sequence, own)
-        parts = _parts(saved.tensors, self._link.ranks)
-        self._link.tell_each([Load(sequence, SavedKV(part, own.metadata)) for part in parts[1:]])
-        return made
-
-    def load_rows(self, sequence: int, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
-        parts = _parts(tensors, self._link.ranks)
-        super().load_rows(sequence, parts[0], count)
-        self._link.tell_each([LoadRows(sequence, part, count) for part in parts[1:]])
-
-    def _part(self, saved: SavedKV) -> SavedKV:
-        """What this rank takes of saved keys and values."""
-        metadata, ranks = saved.metadata, self._link.ranks
-        heads: Any = metadata.get("kv_heads")
-        if whole_number(heads, 1) and heads % ranks == 0:
-            metadata = {**metadata, "kv_heads": heads // ranks}
-        return SavedKV(_parts(saved.tensors, ranks)[0], metadata)
-
-    def _whole(self, message: Message, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``own`` tensors, those of keys and values with the heads of all ranks, which are asked for by ``message``."""
-        self._link.tell(message)
-        try:
-            heads = _gathered(self._link.group, own)
-        except RuntimeError as error:
-            raise self._link.lose(error) from error
-        return own | heads
-
-    def _tell(self, message: Message) -> None:
-        """What became of a sequence; where the others are gone, it is not sent."""
-        with suppress(RanksLost):
-            self._link.tell(message)
+if TYPE_CHECKING:
+    from saccade.engine.device.prepare import Prepared
 
 
-class FirstRank(Worker):
+class RankWorker(Worker):
+    """What the workers of all ranks do alike."""
+
+    def group_of(self) -> Group:
+        """What joins the ranks."""
+        raise NotImplementedError
+
+    def _served(
+        self, backend: AttentionBackend, step: StepInput, which: Sequence[int], result: StepResult
+    ) -> tuple[list[int], list[int]]:
+        """Over tiers each rank's memory holds other blocks: a device serves requests for which it can on all ranks, and
+        all of whose blocks are resident there."""
+        served, left = super()._served(backend, step, which, result)
+        if backend is not self.device or not which or not any(_tiered(step, self.memories)):
+            return served, left
+        pools = [self.memories[step.scheduled[number].sequence_id].kv.pool for number in which]
+        own = [number in left or pool.absent > 0 for number, pool in zip(which, pools)]
+        count = self.group_of().sum(torch.tensor(own, dtype=torch.float32, device="cpu")).tolist()
+        for number, ranks in zip(which, count):
+            if ranks and number in served:
+                results_of(result.requests, step.scheduled[number])[
+                    0
+                ].passed_on = "a rank's KV blocks are not all resident"
+        return [n for n, ranks in zip(which, count) if not ranks], [n for n, ranks in zip(which, count) if ranks]
+
+    def _note_failed(self, step: StepInput, result: StepResult, error: StepFailedError) -> None:
+        """Another rank's device has not failed: nothing can go on in its stead."""
+        raise error
+
+
+class FirstRank(RankWorker):
     """The worker of the rank that has the engine. A step is the others', too; once one of them is gone every step
     raises RanksLost."""
 
-    def __init__(self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs=False, memories=SharedMemories(link))
+    def __init__(
+        self, link: RankLink, runner: HFRunner, setting: Setting, exact: bool, cuda_graphs: bool = False
+    ) -> None:
+        records = cuda_graphs and link.group.records
+        super().__init__(runner, setting, exact, records, memories=SharedMemories(link, setting.part))
         self._link = link
-        self._late: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
+        self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
+        self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
+        self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
+        self._replays = False  # whether a step is a replay
+        self._looks = Looks(link, setting.part)
+        self.lead()
+
+    def lead(self) -> None:
+        """Say what all devices do."""
+        if self.device is not None:
+            self.device.lead = FirstLead(self._link)
+
+    def group_of(self) -> Group:
+        """See RankWorker."""
+        return self._link.group
+
+    def prepare(
+        self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float, share: int
+    ) -> Prepared | None:
+        """See Worker."""
+        if self.device is None:
+            return None
+        told: list[int] = []
+
+        def tell(number: int) -> None:
+            told.append(number)
+            self._link.tell(RecordStep(policy, requests, longest, number))
+
+        try:
+            with self._link.in_step():
+                done = self.device.prepare(pool, policy, requests, longest, seconds, share, tell)
+        except BaseException as error:
+            raise self._link.lose(error) from error
+        if done.recorded < len(told):
+            raise self._link.lose(SaccadeError("a step could not be recorded, of which the log says more"))
+        return done
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
-        self._link.tell(step)
+        forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
+        goes_on = goes_on and not any(_tiered(step, self.memories))
+        audits = self.setting.watch.audits
+        self._looks.tell(self.setting.watch, self._forgotten)
+        if audits:
+            self._link.tell(Audits({number: (one.drawn, one.whole) for number, one in audits.items()}))
+        self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
         try:
-            result = super().run(step, times, goes_on)
+            with self._link.in_step():
+                result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(_failed(step, result)):  # a rank may be lost behind the last sum
                 fold_counts(step, result, _tiered(step, self.memories))
                 group, own = self._link.group, _failed(step, result)
@@ -164,9 +167,12 @@ class FirstRank(Worker):
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
                     result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
                 good = [not (bad or other) for bad, other in zip(own, failed)]
-                told = share_counts(group, step, result, good)
-                join_counts(group.ranks, step, result, good, told)
-                self._count_late(result, told)
+                heads = self.setting.part
+                told = share_counts(group, step, result, good)[:: heads.copies]
+                join_counts(heads.parts, step, result, good, told)
+                self._count_late(step, result, told)
+                if audits:
+                    self._take_audits(audits)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
@@ -174,44 +180,116 @@ class FirstRank(Worker):
             raise lost from error
         return result
 
-    def _count_late(self, result: StepResult, told: list[RankCounts]) -> None:
-        """Count what kernels did beside the calls, of the heads of all ranks."""
+    def replay(self, step: StepInput) -> StepResult:
+        """See Worker."""
+        self._replays = True
+        try:
+            return super().replay(step)
+        finally:
+            self._replays = False
+
+    def _take_audits(self, audits: Mapping[int, RowAudit]) -> None:
+        """Count what the others found of their heads."""
+        own: dict[int, Findings] = {}  # which have been counted
+        for findings in exchange(self._link.group, own)[:: self.setting.part.copies][1:]:
+            for number, one in findings.items():
+                audits[number].audit.left_out += one.left_out
+                for found in one.found:
+                    audits[number].audit.found(*found)
+
+    def _count_late(self, step: StepInput, result: StepResult, told: list[RankCounts]) -> None:
+        """Have counted what kernels did beside the calls, of the heads of all ranks."""
+        dense = {one.request_id: one.policy == DENSE for one in step.scheduled}
         for number, found in result.requests.items():
             for name, own in found.late.items():
-                late = self._late.setdefault((number, name), LateOfAll())
-                late.add([rank.late[number, name] for rank in told] or [own.take()] * self._link.ranks)
+                if isinstance(own, LateOfAll):
+                    folded = self._folded.setdefault((number, name), LateOfAll())
+                    folded.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
+                    found.late[name] = folded
+                    continue
+                late = self._late.get((number, name))
+                if late is None:
+                    late = LateOfRanks(partial(self._counted, number, name, dense[number]))
+                    self._late[number, name] = late
+                    weakref.finalize(late, self._forgotten.append, (number, name))
+                late.note(own)
                 found.late[name] = late
+
+    def _counted(self, request: int, name: Hashable, dense: bool, own: DeviceCounts) -> Sequence[DeviceCounts]:
+        """What all ranks have counted; as much as the first where they read alike, or the others are lost."""
+        if not dense and self._link.lost is None:
+            try:
+                self._link.tell(TakeCounts(request, name))
+                return exchange(self._link.group, own)[:: self.setting.part.copies]
+            except RuntimeError as error:
+                self._link.lose(error)
+            except RanksLost:
+                pass
+        return [own] * self.setting.part.parts
 
     def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
         super()._broke(step, result, self._link.lose(error))
 
 
-class OtherRank(Worker):
+class OtherRank(RankWorker):
     """The worker of a rank without an engine, whose sequences have their blocks in ``pool``."""
 
-    def __init__(self, group: RankGroup, pool: BlockManager, runner: HFRunner, setting: Setting, exact: bool) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs=False)
-        self._group, self._pool = group, pool
+    def __init__(
+        self,
+        group: RankGroup,
+        pool: BlockManager,
+        runner: HFRunner,
+        setting: Setting,
+        exact: bool,
+        cuda_graphs: bool = False,
+        steps: SumCounts | None = None,
+    ) -> None:
+        super().__init__(runner, setting, exact, cuda_graphs and group.records)
+        self._group, self._pool, self._steps = group, pool, steps
+        self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
+        self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
+
+    def group_of(self) -> Group:
+        """See RankWorker."""
+        return self._group
 
     def follow(self, messages: Iterator[Message]) -> None:
         """Do what the first rank says until it says no more. Raises what breaks a pass."""
         memories = self.memories
+        if self.device is not None:
+            self.device.lead = OtherLead(self._group, messages)
         for message in messages:
-            if isinstance(message, StepInput):
-                for one in message.scheduled:
-                    self._open(one.sequence_id)
-                    memories[one.sequence_id].kv.reserve(one.stop)
-                result = self.run(message)
-                fold_counts(message, result, _tiered(message, memories))
-                own = _failed(message, result)
-                failed = others_fail(self._group, own)
-                share_counts(self._group, message, result, [not (bad or other) for bad, other in zip(own, failed)])
+            if isinstance(message, Run):
+                self._follow_step(*message)
+            elif isinstance(message, Replay):
+                with self.replaying(message.step):
+                    self._follow_step(message.step, 1, False, ())
+            elif isinstance(message, Look):
+                self._seen |= message.fresh
+                self.setting.watch.maps, self.setting.watch.bounds = looking(message.at, self._seen)
+            elif isinstance(message, TakeSeen):
+                exchange(self._group, seen_by(self._seen[message.at]))
+            elif isinstance(message, Audits):
+                first = self.setting.part.global_head(0, self.setting.spec.kv_heads)
+                self.setting.watch.audits = {
+                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, first)
+                    for number, (drawn, whole) in message.drawn.items()
+                }
+            elif isinstance(message, TakeCounts):
+                late = self._late.get((message.request, message.name))
+                exchange(self._group, DeviceCounts() if late is None else late.take())
+            elif isinstance(message, RecordStep):
+                with self._in_step():
+                    if self.device is None or not self.device.prepare_one(self._pool, *message):
+                        raise SaccadeError("a step could not be recorded, of which the log says more")
+            elif isinstance(message, Decision):
+                raise SaccadeError("a decision beside a step")
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
-                _gathered(self._group, memories.save(*message).tensors)
+                gathered(self._group, memories.save(*message).tensors, 1)
             elif isinstance(message, SaveRows):
-                _gathered(self._group, memories.save_rows(*message))
+                gathered(self._group, memories.save_rows(*message), 1)
             elif isinstance(message, (Load, LoadRows)):
                 self._open(message.sequence)
                 if isinstance(message, Load):
@@ -224,6 +302,8 @@ class OtherRank(Worker):
                 memories.begin_turn(*message)
             elif message.sequence not in memories:  # one that has not run a step
                 continue
+            elif isinstance(message, BeginDrafts):
+                memories.begin_drafts(message.sequence, None)
             elif isinstance(message, Settled):
                 memories.settled(*message)
             elif isinstance(message, ForgetStates):
@@ -233,6 +313,34 @@ class OtherRank(Worker):
                 memories.truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
             else:
                 memories.free(*message)
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._steps is None else self._steps.within(self._group.rank)
+
+    def _follow_step(
+        self, step: StepInput, times: int, goes_on: bool, forget: tuple[tuple[int, Hashable], ...]
+    ) -> None:
+        for key in forget:
+            self._late.pop(key, None)
+            self._seen.pop(key, None)
+        for one in step.scheduled:
+            self._open(one.sequence_id)
+            self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
+        with self._in_step():
+            result = self.run(step, times, goes_on)
+        fold_counts(step, result, _tiered(step, self.memories))
+        own = _failed(step, result)
+        failed = others_fail(self._group, own)
+        share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
+        audits = self.setting.watch.audits
+        self.setting.watch.begin({})
+        if audits:
+            noted = {number: one.audit for number, one in audits.items()}
+            exchange(
+                self._group, {number: one.findings for number, one in noted.items() if isinstance(one, HeadsAudit)}
+            )
+        for number, found in result.requests.items():
+            self._late |= {(number, name): late for name, late in found.late.items() if not isinstance(late, LateOfAll)}
 
     def _open(self, sequence: int) -> None:
         """A memory for a sequence that this rank meets for the first time."""
@@ -249,24 +357,3 @@ def _failed(step: StepInput, result: StepResult) -> list[bool]:
 
 def _tiered(step: StepInput, memories: Memories) -> list[bool]:
     return [memories[one.sequence_id].kv.pool.tiers is not None for one in step.scheduled]
-
-
-HEADS = ("kv/k", "kv/v", "k", "v")  # tensors of keys and values, [layers, kv_heads, tokens, head_dim]
-
-
-def _gathered(group: RankGroup, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keys and values with the heads of all ranks; each calls it for tensors of the same names."""
-    return {name: torch.cat(group.gather(own[name]), 1) for name in HEADS if name in own}
-
-
-def _parts(tensors: Mapping[str, Tensor], ranks: int) -> list[dict[str, Tensor]]:
-    """Keys and values by rank. What is no such tensor is left to those who take it in, and to refuse it."""
-    made: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
-    for name, tensor in tensors.items():
-        if name in HEADS and tensor.dim() == 4 and tensor.shape[1] % ranks == 0:
-            for part, own in zip(made, tensor.chunk(ranks, 1)):
-                part[name] = own.clone()  # a part of a tensor is pickled with all of it
-        else:
-            for part in made:
-                part[name] = tensor
-    return made

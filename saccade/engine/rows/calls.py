@@ -29,11 +29,13 @@ from saccade.ops import run as run_call
 from saccade.ops.backends import FA4
 from saccade.ops.few_rows import run as run_few
 from saccade.selection import Band, Dense, Selection, Shape, cut, without
+from saccade.selection.head_part import WHOLE, HeadPart
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all calls of a worker share: where and how attention runs, and who looks on."""
+    """What all calls of a worker share: where and how attention runs, who looks on, and which ``part`` of the heads it
+    has."""
 
     spec: ModelSpec
     calibrations: Calibrations
@@ -41,6 +43,7 @@ class Setting:
     backend: str = "auto"
     threads: int | None = None
     fa4: bool = False  # FlashAttention-4's kernels where they serve a call
+    part: HeadPart = WHOLE
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """A stretch of the clock, if there is one."""
@@ -149,6 +152,7 @@ def chunk_of(
         "gone": gone,
         "past": memory.watched[layer],
         "states": rows.states_seen(layer) if rows.drafted else memory.states,
+        "part": setting.part,
         "offline": setting.calibrations.layer(rows.calibrations, layer) if rows.calibrations else None,
     }
     if not rows.decodes:

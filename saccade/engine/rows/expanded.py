@@ -38,7 +38,8 @@ def expands(setting: Setting, rows: RequestRows, spec: LayerAttention, count: in
         return False
     if method.means_dense:
         return count >= latent.pays_from and not setting.watch.sees_calls
-    return not method.asks_states and method.calibration is None and method.joins_heads is None
+    by_head = not (method.joins_heads or method.numbers_heads)
+    return by_head and not method.asks_states and method.calibration is None
 
 
 def attend(

@@ -113,6 +113,8 @@ class FixedPlans:
 
     def _followed(self, rows: RequestRows) -> str | None:
         """Why a row needs its layers one by one, whatever its method is."""
+        if rows.method.joins_heads and not self.setting.part.is_whole:
+            return "it asks other processes what their heads look for"
         if rows.drafted:
             return "rows of drafts are counted, and taken back, one by one"
         if self.setting.watch.sees_calls:

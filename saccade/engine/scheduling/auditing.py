@@ -69,14 +69,15 @@ class Auditing:
 
     def rows(self, batch: Batch) -> tuple[dict[int, RowAudit], frozenset[int]]:
         """What is audited of the step of ``batch``, by request; and whose steps are now and then."""
-        spec, found, now_and_then = self.worker.setting.spec, {}, set()
+        spec, part, found, now_and_then = self.worker.setting.spec, self.worker.setting.part, {}, set()
         for request, rows in batch:
             audit = request.audit
             if audit is None or not audit.options.rate or not _first_time(request, rows):
                 continue
             now_and_then.add(request.id)
-            if drawn := audit.draw(rows.start, spec.layers, spec.kv_heads):
-                found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
+            if drawn := audit.draw(rows.start, spec.layers, spec.kv_heads * part.parts):
+                first = part.global_head(0, spec.kv_heads)
+                found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in, first)
         return found, frozenset(now_and_then)
 
     def bounds(self, batch: Batch) -> dict[int, Bounds]:

@@ -62,8 +62,6 @@ class SparseDrafts:
 
     def added(self, batch: Batch) -> Batch:
         """``batch`` as scheduled, with drafted rows where that pays. Their blocks are reserved."""
-        self._account()
-        self._step = None
         if self._all_rest(batch):
             return batch
         able = [number for number, (request, rows) in enumerate(batch) if self._serves(request, rows)]
@@ -165,9 +163,9 @@ class SparseDrafts:
             times.plain.append(seconds)
             times.bytes = step.keys
 
-    def _account(self) -> None:
-        """The last step is settled: put down what it gave."""
-        step = self._step
+    def settled(self) -> None:
+        """The step is settled, or broke: put down what it gave. Its requests may go, whether another follows or not."""
+        step, self._step = self._step, None
         if step is None or step.seconds is None or step.learns or step.fixed or step.fresh:
             return
         gave = sum(len(request.sequence.tokens) - before for request, before in step.made) / len(step.made)
@@ -258,6 +256,8 @@ class SparseDrafts:
         """Whether all rows are attended at once: where no method learns from single ones, no observer looks on, and the
         last bit may hang on how many there are."""
         regime = self.model.runner.rope_regime
+        if not self.worker.setting.part.is_alone:  # which rows stay is told to one process alone
+            return False
         if self.worker.exact or _has_state(one.request) or self.scheduler.pool.tiers is not None:
             return False
         return self.worker.setting.watch.idle and regime(one.rows.stop) == regime(stop)

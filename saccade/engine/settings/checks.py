@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from saccade.engine.messages import MapOrder
 from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.settings.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
@@ -88,15 +87,15 @@ class Checks:
         pool = self.pool
         return min(pool.num_blocks // pool.layers, pool.logical_blocks) * pool.format.block_size
 
-    def request(self, params: SamplingParams, map_order: MapOrder | None) -> None:
-        """Raise RequestError for what this engine cannot show."""
-        check_request(self.ranks, params, map_order is not None)
+    def request(self, params: SamplingParams, policy: Policy) -> None:
+        """Raise RequestError for what this engine cannot show of a request under ``policy``."""
+        check_request(self.ranks, params, policy)
         if params.certify is not None and self.pool.format.joined:
             raise RequestError(f"certify={params.certify}: {self._no_certificate}; leave it out")
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""
-        check_policy(self.ranks, policy)
+        check_policy(self.ranks, policy, self.pool.tiers is not None, self.model.device.type == "cuda")
         freeze = policy.freeze
         if self.pool.format.joined and getattr(policy.decode, "certify", False):
             raise PolicyError(f"'{policy.decode.text}': {self._no_certificate}; leave certify out")

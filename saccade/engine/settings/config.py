@@ -86,9 +86,9 @@ class EngineConfig:
     (shared_store.py).
 
     ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
-    ``tensor_parallel_size``: processes that share out the model's KV heads, on a CPU and under dense attention alone
-    (docs/scale-out.md; experimental). ``kv_memory`` and ``threads`` are each one's. ``layers``: the model's first so
-    many layers alone, whose answers mean nothing: for measuring, and for dry runs.
+    ``tensor_parallel_size``: processes that share out the model's KV heads, on one CPU or on as many GPUs of a machine,
+    from ``device`` on (docs/scale-out.md; experimental). ``kv_memory`` and ``threads`` are each one's.
+    ``layers``: the model's first so many layers alone, whose answers mean nothing: for measuring, and for dry runs.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -138,10 +138,8 @@ class EngineConfig:
             if not whole_number(value, 1) and not (by_device and value is None):
                 allowed = "an integer >= 1, or None for the device's default" if by_device else "an integer >= 1"
                 raise SaccadeError(f"{name}={shown(value)} must be {allowed}")
-        if self.layers is not None and (not whole_number(self.layers, 1) or self.tensor_parallel_size > 1):
-            raise SaccadeError(
-                f"layers={shown(self.layers)} must be an integer >= 1, with tensor_parallel_size=1; or None for all"
-            )
+        if self.layers is not None and not whole_number(self.layers, 1):
+            raise SaccadeError(f"layers={shown(self.layers)} must be an integer >= 1, or None for all")
         object.__setattr__(self, "max_token_gap", _gap(self.max_token_gap))
         if not finite_number(self.grammar_seconds) or not 0.01 <= self.grammar_seconds <= 86400:
             raise SaccadeError(

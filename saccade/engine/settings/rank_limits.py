@@ -16,11 +16,7 @@ from saccade.methods.verified import Verified
 # Settings that they do not serve, with the value that these must have.
 LEFT_OUT: dict[str, Any] = {
     "max_token_gap": None,
-    "audit": 0,
-    "audit_steps": 0,
-    "target": None,
 }
-OF_REQUESTS = ("audit", "audit_steps", "target", "certify", "bounds")
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
@@ -28,11 +24,6 @@ def check_settings(config: Mapping[str, Any]) -> None:
     ranks: int = config["tensor_parallel_size"]
     if ranks == 1:
         return
-    if config["device"] != "cpu":
-        raise SaccadeError(
-            f"tensor_parallel_size={ranks} runs on CPUs, not on device={shown(config['device'])}; give device='cpu', "
-            "or tensor_parallel_size=1"
-        )
     given = {name: config[name] for name, needed in LEFT_OUT.items() if config[name] != needed}
     if config["kv_memory"] == "profile":
         given["kv_memory"] = "profile"
@@ -41,42 +32,46 @@ def check_settings(config: Mapping[str, Any]) -> None:
             f"{name}={shown(value)} does not go with tensor_parallel_size={ranks} yet; leave {name} out, or give "
             "tensor_parallel_size=1"
         )
-    check_policy(ranks, Policy.parse(config["policy"]))
+    tiered = config["kv_host"] is not None or config["kv_disk"] is not None
+    check_policy(ranks, Policy.parse(config["policy"]), tiered, str(config["device"]).startswith("cuda"))
 
 
-def check_policy(ranks: int, policy: Policy) -> None:
+def check_policy(ranks: int, policy: Policy, tiered: bool = False, on_gpu: bool = False) -> None:
     """PolicyError for what a process cannot choose for its heads alone; what is settled later is checked then."""
-    if ranks > 1 and not policy.deferred and (reason := why_not(policy)) is not None:
+    if ranks > 1 and not policy.deferred and (reason := why_not(policy, tiered, on_gpu)) is not None:
         raise PolicyError(
             f"policy={shown(policy.text)} does not go with tensor_parallel_size={ranks}: {reason}; "
             "give another method, or tensor_parallel_size=1"
         )
 
 
-def why_not(policy: Policy) -> str | None:
-    """Why processes that have some of a model's heads each cannot run ``policy``; None where they can."""
-    reasons = ((part.name, _joins(part)) for part in (policy.prefill, policy.decode))
+def why_not(policy: Policy, tiered: bool = False, on_gpu: bool = False) -> str | None:
+    """Why processes that have some of a model's heads each cannot run ``policy``, ``tiered`` over host memory or a
+    disk; None where they can."""
+    where = "on GPUs steps are recorded" if on_gpu else None
+    where = "over kv_host or kv_disk processes attend requests in orders of their own" if tiered else where
+    reasons = ((part.name, _joins(part, where)) for part in (policy.prefill, policy.decode))
     return next((f"of {name}, {reason}" for name, reason in reasons if reason), None)
 
 
-def _joins(method: Method) -> str | None:
-    """What of other processes' heads a choice of ``method`` hangs on, or of one inside it."""
+def _joins(method: Method, where: str | None) -> str | None:
+    """Why processes cannot run ``method``, or one inside it. ``where``: why nothing is asked of others between
+    layers."""
     if in_this_process_alone(method.name):
         return "it is registered in this process alone (an entry point, or SACCADE_METHODS_FROM, shows it to all)"
-    if isinstance(method, Verified):
-        return "drafts are chosen and checked in one process"
-    if getattr(method, "unit", None) == "layer":
-        return "all heads of a layer read the same blocks (unit='kv_head' lets each KV head choose)"
+    if where is not None and isinstance(method, Verified):
+        return f"drafted rows are taken one by one, and {where}"
+    if where is not None and method.joins_heads:
+        return f"heads choose together, and {where}"
     inner = [value for field in fields(method) if isinstance(value := getattr(method, field.name), Method)]
-    return method.joins_heads or next((why for one in inner if (why := _joins(one)) is not None), None)
+    return method.one_process or next((why for one in inner if (why := _joins(one, where)) is not None), None)
 
 
-def check_request(ranks: int, params: SamplingParams, maps: bool) -> None:
-    """RequestError for what looks at attention, of which a rank has some heads alone."""
-    given = [name for name in OF_REQUESTS if getattr(params, name)]
-    given += ["a selection map"] if maps else []
-    if ranks > 1 and given:
+def check_request(ranks: int, params: SamplingParams, policy: Policy) -> None:
+    """RequestError for what rests on more heads than a rank has."""
+    if ranks > 1 and params.bounds and policy.freeze is not None:
         raise RequestError(
-            f"{given[0]} looks at all heads, of which tensor_parallel_size={ranks} leaves a part to each process; ask "
-            "without it, or use tensor_parallel_size=1"
+            f"bounds={params.bounds:g} of '{policy.freeze.text}' are fitted to the keys of all heads, of which "
+            f"tensor_parallel_size={ranks} leaves a part to each process; ask without them, or use "
+            "tensor_parallel_size=1"
         )

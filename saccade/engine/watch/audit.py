@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,14 +194,39 @@ class Audit:
         }
 
 
+class Findings(NamedTuple):
+    """What a process found of a row's places, as of ``Audit.found``; and how many it left out."""
+
+    found: list[tuple[Tensor, bool, Sequence[Place]]]
+    left_out: int
+
+
+@dataclass
+class HeadsAudit(Audit):
+    """Of a process that audits its own heads for another's ``Audit``: it notes what it finds."""
+
+    noted: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
+
+    def found(self, values: Tensor, whole: bool, places: Sequence[Place]) -> None:
+        """See :class:`Audit`."""
+        self.noted.append((values.cpu(), whole, places))
+
+    @property
+    def findings(self) -> Findings:
+        """All of it."""
+        return Findings(self.noted, self.left_out)
+
+
 @dataclass(frozen=True)
 class RowAudit:
     """What of one decode row is audited: KV heads by layer. ``whole``: whether the lse of its attention is over the
-    keys that it reads and nothing else."""
+    keys that it reads and nothing else. ``first``: the layer's KV heads before those at hand, where processes share
+    them out; heads of others are theirs to audit."""
 
     audit: Audit
     drawn: Mapping[int, list[int]]
     whole: bool
+    first: int = 0
 
     def take(
         self,
@@ -216,8 +241,10 @@ class RowAudit:
         """Audit a row at ``layer``: ``q``, ``out`` [heads, head_dim], ``lse`` [heads] of the keys that it read. ``kv``
         ends with its own key. Returns why something could not be audited, or None: an audit fails no request."""
         asked: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
-        for kv_head in self.drawn.get(layer, ()):
-            group = q.shape[0] // kv.kv_heads
+        for number in self.drawn.get(layer, ()):
+            kv_head, group = number - self.first, q.shape[0] // kv.kv_heads
+            if not 0 <= kv_head < kv.kv_heads:
+                continue
             heads = slice(kv_head * group, (kv_head + 1) * group)
             try:
                 truth = group_truth(q, kv, kv_head, **asked, threads=threads)
@@ -225,7 +252,7 @@ class RowAudit:
                     truth = truth.with_sinks(spec.sinks[heads])
                 truth = truth._replace(out=truth.out[:, : kv.format.value_dim])  # behind those nothing is meant
                 own = out[heads, : kv.format.value_dim]
-                self.audit.observe(own, lse[heads], truth, self.whole, (layer, kv_head))
+                self.audit.observe(own, lse[heads], truth, self.whole, (layer, number))
             except (SaccadeError, ValueError, RuntimeError) as error:
                 self.audit.left_out += 1
                 return f"audit: a sample of layer {layer} was left out: {error}"

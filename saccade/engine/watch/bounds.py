@@ -9,7 +9,7 @@ bound said nothing, and how often it did not hold, where it rests on an assumpti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,12 @@ class Certificate:
         self.sums[layer] = self.sums[layer] + fresh if layer in self.sums else fresh
         self.steps[layer] = self.steps.get(layer, 0) + 1
 
+    @classmethod
+    def of_heads(cls, parts: Sequence[Certificate]) -> Certificate:
+        """One of the heads of several, in their order."""
+        sums = {layer: torch.cat([one.sums[layer] for one in parts], 1) for layer in parts[0].sums}
+        return cls(sums, parts[0].steps, all(one.errs for one in parts))
+
     def as_dict(self, layers: int) -> dict[str, Any] | None:
         """Plain data for JSON; None where nothing was said."""
         if not self.sums:
@@ -76,7 +82,8 @@ class Certificate:
 @dataclass
 class Bounds:
     """The certificates of one request. ``rate``: share of its decode steps that they are computed in, drawn by
-    ``seed``, ``sample`` and place. ``freeze``: what froze tokens of a context of ``length``."""
+    ``seed``, ``sample`` and place. ``freeze``: what froze tokens of a context of ``length``. ``joined``: asks the
+    processes that share out the heads what each found, for what this one did."""
 
     rate: float
     seed: int
@@ -87,6 +94,7 @@ class Bounds:
     steps: int = 0
     left_out: int = 0  # (step, layer) whose truth could not be computed
     found: dict[str, Certificate] = field(default_factory=lambda: {name: Certificate() for name in NAMES})
+    joined: Callable[[Mapping[str, Certificate]], Sequence[Mapping[str, Certificate]]] | None = None
     _decay: dict[int, Tensor] = field(default_factory=dict)  # by layer, float64 [heads]: lambda as steps so far allow
     _changes: dict[int, float] = field(default_factory=dict)  # by layer: the greatest of a key from the layer before
     _ends: dict[int, int] | None = None  # by layer: behind the last token that it froze
@@ -112,7 +120,11 @@ class Bounds:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, see docs/audit.md."""
-        certificates = {name: one.as_dict(self.layers) for name, one in self.found.items()}
+        found = self.found
+        if self.joined is not None:
+            every = self.joined(found)
+            found = {name: Certificate.of_heads([one[name] for one in every]) for name in NAMES}
+        certificates = {name: one.as_dict(self.layers) for name, one in found.items()}
         return {"rate": self.rate, "steps": self.steps, "left_out": self.left_out, "certificates": certificates}
 
     def _take(

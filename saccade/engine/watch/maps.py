@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,17 @@ class HeadMap:
             self._mass[0, true.heads] += (kept.sum(-1) / weights.sum(-1)).sum(-1).cpu()
             self._mass[1, true.heads] += true.rows.numel()
 
+    @classmethod
+    def of_heads(cls, parts: Sequence[HeadMap]) -> HeadMap:
+        """One map of the heads of several, in their order."""
+        whole = cls(0, 0, 0, parts[0].cell)
+        whole.read = torch.cat([one.read for one in parts])
+        whole.unread = torch.cat([one.unread for one in parts])
+        whole._pairs, whole._mass = (
+            torch.cat([getattr(one, name) for one in parts], 1) for name in ("_pairs", "_mass")
+        )
+        return whole
+
     @property
     def share(self) -> Tensor:
         return self._pairs[0] / torch.where(self._pairs[1] > 0, self._pairs[1], torch.nan)
@@ -82,8 +93,11 @@ class Maps:
     """An observer that draws every call it sees into ``HeadMap`` s of at most ``pixels`` cells a side.
 
     ``prompt`` tokens are read in prefill, at most ``steps`` in decode. Long prompts are max-pooled over keys, and over
-    ``ROWS_PER_CELL`` evenly spaced query rows of each cell.
+    ``ROWS_PER_CELL`` evenly spaced query rows of each cell. ``joined``: asks the processes that share out the heads
+    what each saw, for what this one did.
     """
+
+    joined: Callable[[Inspection], Sequence[Inspection]] | None = None
 
     def __init__(self, prompt: int, steps: int, layers: Sequence[int], pixels: int = 160) -> None:
         if not 16 <= pixels <= 2048:
@@ -127,8 +141,11 @@ class Maps:
         """Plain data for JSON, see docs/server.md. Grids are bytes in base64, heads x rows x columns: ``read`` and
         ``unread`` hold true weights on a log scale, 0 for ``FLOOR`` and less, 255 for 1; ``share`` holds 0 to 254 for
         the part of the pairs that was read, and 255 where there is no pair."""
-        parts = []
-        for (phase, layer), found in sorted(self.seen.maps.items()):
+        parts, maps = [], self.seen.maps
+        if self.joined is not None:
+            every = self.joined(self.seen)
+            maps = {key: HeadMap.of_heads([one.maps[key] for one in every]) for key in maps}
+        for (phase, layer), found in sorted(maps.items()):
             rows = found.read.shape[1] if phase == "prefill" else self.seen.total - self.prompt
             share = torch.where(found.share.isnan(), 255.0, found.share * 254)
             weights = {name: 255 * _log_scale(grid) for name, grid in (("read", found.read), ("unread", found.unread))}

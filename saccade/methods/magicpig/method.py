@@ -38,7 +38,7 @@ class MagicPIG(WholeMethod):
     name: ClassVar[str] = "magicpig"
     paper: ClassVar[str] = "MagicPIG, arXiv:2410.16179"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    joins_heads: ClassVar[str | None] = "its draws go on from head to head"
+    numbers_heads: ClassVar[bool] = True
     rows_only: ClassVar[str | None] = (
         "no batched kernel looks up its hash tables, or weighs what it drew by the chance of that"
     )
@@ -72,9 +72,10 @@ class MagicPIG(WholeMethod):
             return None
         keys = segment.kv.keys(self.sinks, last).float()
         mean = keys.mean(1)
+        heads = [segment.part.global_head(g, shape.kv_heads) for g in range(shape.kv_heads)]
         codes = [
-            torch.cat([self.hash(part, segment.layer, g) for part in (keys[g] - mean[g]).split(TILE_KEYS)], 1)
-            for g in range(shape.kv_heads)
+            torch.cat([self.hash(tile, segment.layer, head) for tile in (keys[g] - mean[g]).split(TILE_KEYS)], 1)
+            for g, head in enumerate(heads)
         ]
         return HashTables.of(segment.q, segment.kv, self.sinks, last, self.bits, mean, torch.stack(codes))
 
@@ -83,8 +84,8 @@ class MagicPIG(WholeMethod):
         if state is None or self._dense(query) or shape.k_len <= self.dense_upto:
             return Dense(shape)
         asked = [
-            self.hash(query.q[g * shape.group : (g + 1) * shape.group, 0].float(), query.layer, g).T
-            for g in range(shape.kv_heads)
+            self.hash(q.float(), query.layer, query.part.global_head(g, shape.kv_heads)).T
+            for g, q in enumerate(query.q[:, 0].split(shape.group))
         ]
         sampled, drawn = draw(query.q, query.kv, shape, state, torch.cat(asked))
         query.cost.estimated += state.last - state.first
@@ -95,7 +96,7 @@ class MagicPIG(WholeMethod):
         return MOST if all(state is None for state in opening.states) else self.dense_upto
 
     def hash(self, vectors: Tensor, layer: int, kv_head: int) -> Tensor:
-        """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""
+        """``vectors`` fp32 [m, head_dim] of a KV head, by its number in the model -> codes int16 [tables, m]."""
         drawn = _projections(self.seed, layer // LAYERS_PER_DRAW, kv_head, vectors.shape[1], self.tables, self.bits)
         signs = (vectors @ drawn.to(vectors.device) > 0).unflatten(1, (self.tables, self.bits))
         weights = 2.0 ** torch.arange(

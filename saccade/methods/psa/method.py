@@ -108,6 +108,12 @@ class PSA(BlockMethod):
         return (SINK_BLOCKS + LAST_BLOCKS + 1 + self.microbatch) * self.block_size - 1
 
     @property
+    def one_process(self) -> str | None:
+        if self.unit != "layer":
+            return None
+        return "its rule asks all heads of a layer after each microbatch (unit=kv_head lets each KV head stop)"
+
+    @property
     def extra_memory(self) -> str | None:
         return labels_note(self.bits) if self.rank == "keys" else None
 

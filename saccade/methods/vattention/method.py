@@ -65,7 +65,7 @@ class VAttention(Method):
     name: ClassVar[str] = "vattention"
     paper: ClassVar[str] = "vAttention, arXiv:2510.05688"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    joins_heads: ClassVar[str | None] = "its draws go on from head to head"
+    numbers_heads: ClassVar[bool] = True
     dial: ClassVar[Dial | None] = Dial("epsilon", "error")
     rows_only: ClassVar[str | None] = "no batched kernel draws its samples, whose sizes its steps decide one by one"
 

@@ -77,7 +77,7 @@ def upper_bounds(query: Query, summary: Tensor, kv_head: int) -> Tensor:
 def draws(seed: int, stage: int, query: Query, kv_head: int, count: int) -> Tensor:
     """float64 [count] in [0, 1) on the query's device: they hang on the seed, the stage of the method, the row's place,
     the layer and the KV head alone (Philox)."""
-    place = [0, query.shape.q_start, query.layer, kv_head]
+    place = [0, query.shape.q_start, query.layer, query.part.global_head(kv_head, query.shape.kv_heads)]
     random = np.random.Generator(np.random.Philox(key=[seed, stage], counter=place))
     return torch.from_numpy(random.random(count)).to(query.q.device)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.ops.fp8_weights import KERNEL_CHANNELS, ScaledFp8Matrix
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.matrices import DenseMatrix, Matrix, PartMatrix
 from saccade.ops.triton.common import arrivals, begin, is_hopper, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
@@ -30,6 +30,8 @@ FEWEST_TILES = 4  # of a program, where several share an output's channels
 
 def product(x: Any, matrix: Matrix) -> Tensor:
     """``x`` [rows, channels] times ``matrix``: [rows, outputs] in the dtype of ``x``, summed in float32."""
+    if isinstance(matrix, PartMatrix):
+        return matrix.through(product, x)
     if not serves(x, matrix):
         return matrix.product(x)
     return _launch(x, matrix, None)

@@ -1,0 +1,181 @@
+"""The memories of the first of several ranks, and how saved keys and values go to their heads and come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from saccade.engine.memory.memories import Memories
+from saccade.engine.memory.saved_memory import SavedMemory
+from saccade.engine.memory.sequence_memory import Cut
+from saccade.engine.ranks.link import Group, RankLink, RanksLost
+from saccade.engine.ranks.messages import (
+    BeginDrafts,
+    BeginTurn,
+    ForgetStates,
+    Fork,
+    Free,
+    Load,
+    LoadRows,
+    Message,
+    Save,
+    SaveRows,
+    Settled,
+    Truncate,
+)
+from saccade.engine.settings.rank_limits import check_policy
+from saccade.engine.steps.carried import Carried
+from saccade.errors import PolicyError, whole_number
+from saccade.kv.held import HeldBlocks
+from saccade.kv.saved import SavedKV
+from saccade.methods.policy import Policy
+from saccade.selection.head_part import HeadPart
+
+
+class SharedMemories(Memories):
+    """The first rank's memories: what becomes of them is told to the others."""
+
+    def __init__(self, link: RankLink, part: HeadPart) -> None:
+        super().__init__()
+        self._link, self._heads = link, part
+
+    def fork(self, source: int, target: int, length: int | None = None) -> HeldBlocks:
+        made = super().fork(source, target, length)
+        self._tell(Fork(source, target, length))
+        return made
+
+    def truncate(
+        self,
+        sequence: int,
+        length: int,
+        cut: Cut = Cut.UNSEEN,
+        *,
+        stored: int | None = None,
+        learns: bool = False,
+        holds: bool = False,
+    ) -> bool:
+        stood = super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
+        if stood:  # else it was freed, which has been told
+            self._tell(Truncate(sequence, length, cut, stored, learns, holds))
+        return stood
+
+    def free(self, sequence: int, closes: bool = False) -> None:
+        super().free(sequence, closes)
+        self._tell(Free(sequence, closes))
+
+    def begin_turn(self, sequence: int, reached: int, keeps: bool) -> None:
+        super().begin_turn(sequence, reached, keeps)
+        self._tell(BeginTurn(sequence, reached, keeps))
+
+    def begin_drafts(self, sequence: int, carried: Carried | None) -> None:
+        super().begin_drafts(sequence, None)  # verified rows are attended one by one, which leaves nothing
+        self._tell(BeginDrafts(sequence))
+
+    def settled(self, sequence: int) -> None:
+        super().settled(sequence)
+        self._tell(Settled(sequence))
+
+    def forget_states(self, sequence: int) -> None:
+        super().forget_states(sequence)
+        self._tell(ForgetStates(sequence))
+
+    def save(self, sequence: int, segment: int | None = None, older: Iterable[int] = ()) -> SavedMemory:
+        if self.has_state(sequence):
+            raise PolicyError(
+                f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="
+                f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
+            )
+        made = super().save(sequence, segment)
+        tensors = self._whole(Save(sequence, segment), made.tensors)
+        return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._heads.parts})
+
+    def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
+        return self._whole(SaveRows(sequence, start, stop), super().save_rows(sequence, start, stop))
+
+    def check_policies(self, policies: Iterable[Policy]) -> None:
+        for policy in policies:
+            check_policy(self._link.ranks, policy)
+
+    def check_kv(self, sequence: int, saved: SavedKV) -> None:
+        super().check_kv(sequence, self._part(saved))
+
+    def load(self, sequence: int, saved: SavedKV) -> HeldBlocks:
+        own = self._part(saved)
+        made = super().load(sequence, own)
+        parts = self._of_others(saved.tensors)
+        self._link.tell_each([Load(sequence, SavedKV(part, own.metadata)) for part in parts])
+        return made
+
+    def load_rows(self, sequence: int, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
+        super().load_rows(sequence, _parts(tensors, self._heads.parts)[0], count)
+        self._link.tell_each([LoadRows(sequence, part, count) for part in self._of_others(tensors)])
+
+    def _part(self, saved: SavedKV) -> SavedKV:
+        """What this rank takes of saved keys and values."""
+        metadata, parts = saved.metadata, self._heads.parts
+        heads: Any = metadata.get("kv_heads")
+        if whole_number(heads, 1) and heads % parts == 0:
+            metadata = {**metadata, "kv_heads": heads // parts}
+        return SavedKV(_parts(saved.tensors, parts)[0], metadata)
+
+    def _of_others(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each other rank takes of them."""
+        parts, copies = _parts(tensors, self._heads.parts), self._heads.copies
+        return [parts[rank // copies] for rank in range(1, self._link.ranks)]
+
+    def _whole(self, message: Message, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``own`` tensors, those of keys and values with the heads of all ranks, which are asked for by ``message``."""
+        self._link.tell(message)
+        try:
+            heads = gathered(self._link.group, own, self._heads.copies)
+        except RuntimeError as error:
+            raise self._link.lose(error) from error
+        return {name: tensor for name, tensor in own.items() if _heads_at(name) is None} | heads
+
+    def _tell(self, message: Message) -> None:
+        """What became of a sequence; where the others are gone, it is not sent."""
+        with suppress(RanksLost):
+            self._link.tell(message)
+
+
+def _heads_at(name: str) -> int | None:
+    """The dimension of KV heads of a saved tensor of keys, values or what summarises them; None of others."""
+    if name.removeprefix("kv/") in ("k", "v"):
+        return 1
+    return -2 if name.removeprefix("kv/").startswith("summary/") else None
+
+
+def gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """Those of ``own`` tensors that have heads, with the heads of all ranks, ``copies`` of which have the same. Each
+    calls it; summaries that not all have made alike are left out."""
+    names = sorted(name for name in own if _heads_at(name) is not None)
+    shapes = repr([(name, own[name].shape, own[name].dtype) for name in names if _heads_at(name) == -2])
+    said = torch.tensor([crc32(shapes.encode())], dtype=torch.int64, device="cpu")
+    alike = all(torch.equal(other, said) for other in group.gather(said))
+    made: dict[str, Tensor] = {}
+    for name in names:
+        dim = _heads_at(name)
+        if dim is not None and (alike or dim == 1):
+            made[name] = torch.cat(group.gather(own[name])[::copies], dim)
+    return made
+
+
+def _parts(tensors: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Keys, values and summaries by part of the heads. What is no such tensor is left to those who take it in, and to
+    refuse it; summaries that lack heads, as earlier versions saved them, are made again."""
+    made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+    for name, tensor in tensors.items():
+        dim = _heads_at(name)
+        if dim is not None and tensor.dim() >= 4 and tensor.shape[dim] % parts == 0:
+            for part, own in zip(made, tensor.chunk(parts, dim)):
+                part[name] = own.clone()  # a part of a tensor is pickled with all of it
+        elif dim != -2:
+            for part in made:
+                part[name] = tensor
+    return made
