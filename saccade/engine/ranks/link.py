@@ -224,7 +224,7 @@ class RankLink:
 
     def _end_all(self, why: str) -> RanksLost:
         self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
-        logger.error("%s", self.lost)
+        logger.error("%s", str(self.lost))  # a record that is kept would keep what raises it
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
             for process in self.processes:  # which may wait on their GPUs, and hold nothing that is to be kept
