@@ -22,6 +22,9 @@ struct Pool {
     Storage storage;
     RowFormat format;
     int64_t value_dim = 0;
+
+    // Whether a row is key and value.
+    bool is_shared() const { return k_pool == v_pool; }
 };
 
 // Where a layer's tokens lie: token i of KV head g in slot table[g * table_head_stride + i / page], row i % page. A

@@ -26,7 +26,7 @@ class ManyHeads {
     // Heads first_head .. first_head + heads - 1. Results: o [heads, head_dim], of which value_channels(a) are computed
     // (not divided by the sums), max (base 2) and sum [heads].
     ManyHeads(const Attention& a, int64_t first_head, int64_t heads, float* o, float* max, float* sum)
-        : a_(a), logits_(a), keys_(a), values_(a), joined_(a.k_pool == a.v_pool), d_(a.head_dim), width_(value_channels(a)),
+        : a_(a), logits_(a), keys_(a), values_(a), joined_(a.is_shared()), d_(a.head_dim), width_(value_channels(a)),
           units_(a.head_dim / kPerUnit), head_(first_head), heads_(heads),
           whole_(Math::tiles ? (heads + kSide - 1) / kSide : heads / kSide), tiles_((heads + kSide - 1) / kSide),
           result_(o), result_max_(max), result_sum_(sum) {

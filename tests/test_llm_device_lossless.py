@@ -17,7 +17,7 @@ from saccade.engine.sampling.sampler import Sampler
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import summarize_view
-from saccade.ops import Call, run
+from saccade.ops import Call, cpu_rows, run
 from saccade.ops.triton import dispatch, few_rows
 from saccade.ops.triton.few_rows import attend_few
 from saccade.selection import Dense, Shape
@@ -137,7 +137,7 @@ def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch)
     want = host.generate(prompts, params)
     monkeypatch.setattr(host_together.TogetherRows, "takes", takes)
     monkeypatch.setattr(host_module, "batches", lambda rows, q: rows.together)
-    monkeypatch.setattr(host_module.cpu_rows, "stores", lambda *args: False)  # else a CPU's kernels have all rows
+    monkeypatch.setattr(cpu_rows, "stores", lambda *args: False)  # else a CPU's kernels have all rows
     monkeypatch.setattr(few_rows, "attend_few", counted)
     got = host.generate(prompts, params, policy="lossless(draft=quest(budget=32, dense_layers=0), tokens=3, lookup=0)")
     assert list(map(tokens, got)) == list(map(tokens, want))

@@ -264,7 +264,7 @@ def test_what_is_wrong_with_a_response_is_named(server, fields, param):
     [
         ({"input": []}, "input: List should have"),
         ({"max_output_tokens": 0}, "max_output_tokens=0 must be"),
-        ({"background": True}, "background=True is not supported: whoever asks waits"),
+        ({"background": True}, "background=True is not supported: the caller waits"),
     ],
 )
 def test_an_error_calls_a_field_by_the_name_that_the_client_gave(server, fields, said):

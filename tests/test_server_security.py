@@ -266,7 +266,7 @@ def test_rules_of_policies(rules, policy, allowed):
         (["--host", "0.0.0.0"], "needs an API key"),
         (["--api-keys", "/none"], "cannot be read"),
         (["--tls-key", "/none"], "TLS needs"),
-        (["--allow-policy", "nix(*)"], "names no method"),
+        (["--allow-policy", "nix(*)"], "unknown method 'nix'"),
         (["--tool-parser", "nix"], "known: auto, none, "),
         (["--log-level", "loud"], "must be debug"),
         (["--port", "99999"], "port=99999"),

@@ -24,8 +24,8 @@ Place = tuple[int, int]  # a layer's group, and its number there
 
 
 class GroupedPool(BlockManager):
-    """The pool of the first group, with those of the ``others`` behind it. Whoever counts blocks and slots counts the
-    first group's: the others have room for as many tokens. ``places``: each layer's.
+    """The pool of the first group, with those of the ``others`` behind it. Counts of blocks and slots are of the
+    first group: the others have room for as many tokens. ``places``: each layer's.
 
     ``format``, ``layers``, ``storage`` and ``tiers`` are the first group's alone; :attr:`groups` has all.
     """

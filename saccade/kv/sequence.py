@@ -195,18 +195,15 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each reader's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        return self.pool.of_readers(self._summaries(kind, block_size))
-
-    def _summaries(self, kind: str, block_size: int) -> list[Tensor]:
-        """Those of layers that store."""
         storage, given = self.pool.storage, (self._plain_view, kind, block_size, self.length)
         there = storage.k.is_cpu and not self.pool.absent
-        return self.known.full(*given, storage, self._table.tables) if there else self.known.full(*given)
+        own = self.known.full(*given, storage, self._table.tables) if there else self.known.full(*given)
+        return self.pool.of_readers(own)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
         """The summaries of full blocks of each layer that stores on the host, [blocks, parts, kv_heads, head_dim]; here
         they are forgotten."""
-        made = [one[: self.length // block_size].cpu() for one in self._summaries(kind, block_size)]
+        made = [one[: self.length // block_size].cpu() for one in self.summaries(kind, block_size)[: self.layers]]
         self.known.forget(kind, block_size)
         self._charge()
         return made

@@ -43,8 +43,8 @@ def page_choice(kind: str, size: int, units: int, budget: int, first: int, last:
 
 
 def top_pages(query: Query, choice: Choice, joins_heads: bool = False) -> Selection:
-    """The pages that ``choice`` means for one row. ``joins_heads``: its one unit is all heads of the layer, whoever has
-    them."""
+    """The pages that ``choice`` means for one row. ``joins_heads``: its one unit is all heads of the layer, in
+    whichever process they are."""
     shape, size, first, last = query.shape, choice.size, choice.first, choice.last
     if shape.k_len <= choice.dense_upto:
         return Dense(shape)

@@ -27,7 +27,7 @@ class Looks:
         self._shown: WeakValueDictionary[tuple[int, Hashable], Maps | Bounds] = WeakValueDictionary()
 
     def tell(self, watch: Watch, forgotten: MutableSequence[tuple[int, Hashable]]) -> None:
-        """Have the others look at the rows of the next step that ``watch`` looks at. What nobody asks for any more is
+        """Have the others look at the rows of the next step that ``watch`` looks at. What is no longer asked for is
         ``forgotten``."""
         seen: dict[tuple[int, Hashable], Any] = {(number, MAP): one for number, one in watch.maps.items()}
         seen |= {(number, BOUNDS): one for number, one in watch.bounds.items()}

@@ -7,6 +7,7 @@ other rows are chosen for one by one, and share the call where their selections 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -47,16 +48,12 @@ class JoinedRows:
                 self.why_chosen[id(one)] = fixed
                 self.chosen.append(one)
                 planned.append((one, None))
-        self._rows = [
-            PlannedRows(
-                [_planned(one, fixed, group) for one, fixed in planned],
-                own.storage.k,
-                own.storage.v,
-                own_products,
-                own.format,
-            )
-            for group, own in enumerate(self._pool.groups)
-        ]
+        self._rows: list[PlannedRows] = []
+        for group, own in enumerate(self._pool.groups):
+            parts = list[PlannedRow]()
+            for one, reads in planned:  # no comprehension: summaries made on the way lie a frame deeper below each
+                parts.append(_planned(one, reads, group))
+            self._rows.append(PlannedRows(parts, own.storage.k, own.storage.v, own_products, own.format))
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 
@@ -202,13 +199,12 @@ def _planned(rows: RequestRows, fixed: FixedRow | None, group: int) -> PlannedRo
     if fixed is None:
         return PlannedRow(rows.first, length - count, kv.parts[group].tables, length=count)
     if len(kv.parts) > 1:  # it chooses nothing
-        assert isinstance(fixed.reads, Readings)
         layers = [layer for layer, (own, _) in enumerate(kv.pool.places) if own == group]
         return PlannedRow(
             rows.first,
             length - count,
             kv.parts[group].tables,
-            fixed.reads.of_layers(layers),
+            cast(Readings, fixed.reads).of_layers(layers),
             length=count,
             region=REGION,
         )
