@@ -25,7 +25,7 @@ from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, dista
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Job, Placed, Play, _known, check_like, jobs, play, prepare_data
-from saccade.eval.board.rows import BY_NAME, fold
+from saccade.eval.board.rows import fold
 from saccade.eval.metrics import METRICS
 from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load
@@ -291,7 +291,10 @@ def test_every_run_that_rows_come_from_is_named(made, tmp_path):
 def test_boards_that_were_run_apart_become_one(made, tmp_path):
     """A row that failed in one and ran in another counts once, as run; what neither finished is missing."""
     data = {2048: tmp_path / "data"}
-    entries = {name: [job for job in jobs(GRID, data) if job.entry and job.entry.name == name] for name in BY_NAME}
+    entries = {
+        name: [job for job in jobs(GRID, data) if job.entry and job.entry.name == name]
+        for name in (one.name for one in ENTRIES)
+    }
     failed = [replace(one, folder=None, error="no room") if one.name == "quest" else one for one in made[:3]]
     slices = {
         "a": (failed, jobs(GRID, data)[:1] + entries["quest"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -192,3 +193,21 @@ def test_ranks_do_not_take_what_other_processes_cannot_find(tidy):
 
     saccade.register(make(name="mine", phases=("decode",), select_decode=select))
     assert "registered in this process alone" in why_not(Policy.parse("mine"))
+
+
+def test_the_board_has_a_row_of_it(tidy):
+    from saccade.errors import RequestError
+    from saccade.eval.board.grid import named
+    from saccade.eval.board.pictures import look
+
+    saccade.register(Planted)
+    rows = named(["planted", "quest"])
+    assert [row.name for row in rows] == ["planted", "quest"]
+    copy = pickle.loads(pickle.dumps(rows[0]))  # a worker's
+    values = copy.dial.values(4096)
+    assert copy.policy("B", 0.1, values[0]).decode == Planted(budget=128)
+    assert copy.policy("B", 0.1, values[-1]).decode.budget >= 4096
+    assert look("planted") != look("quest")
+    saccade.register(make(name="mine", phases=("decode",), select_decode=select))
+    with pytest.raises(RequestError, match="'mine' is not on the board"):
+        named(["mine"])

@@ -4,10 +4,12 @@ method reads as many keys as the others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import exp, log
 
+from saccade.methods.outside import load_outside
 from saccade.methods.policy import Policy
+from saccade.methods.registry import KNOWN
 
 PARTNER = "flexprefill"  # prefills for decode methods under protocol D
 ORACLE = "topk(k={share})"  # decodes for prefill methods, so that what is lost is theirs
@@ -190,4 +192,17 @@ ENTRIES = (
 
 def entry_named(name: str) -> Entry:
     """The row of a name. KeyError for one that is not on the board."""
-    return {entry.name: entry for entry in ENTRIES}[name]
+    own = {entry.name: entry for entry in ENTRIES}
+    return own[name] if name in own else outside_row(name)
+
+
+def outside_row(name: str) -> Entry:
+    """The row of a decode method from outside the package whose option ``budget`` counts keys, its dial. KeyError for
+    any other name."""
+    load_outside()
+    part = KNOWN.get(name)
+    if part is None or part.__module__.startswith("saccade.") or "decode" not in part.phases:
+        raise KeyError(name)
+    if not any(one.name == "budget" and isinstance(one.default, int) for one in fields(part)):
+        raise KeyError(name)
+    return _decode(name, f"{name}(budget={{value}})", _keys(128, 32), None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from saccade.errors import RequestError
-from saccade.eval.board.entries import ENTRIES, Entry
+from saccade.eval.board.entries import ENTRIES, Entry, outside_row
 
 PROTOCOLS = ("B", "D")
 DRIFT = 96  # forced tokens where drift alone is wanted
@@ -78,11 +78,16 @@ def named(methods: Sequence[str]) -> tuple[Entry, ...]:
     """The rows of the methods named, in that order; a name is a row's, or a method's for all its rows but slow ones.
     RequestError for one that is not on the board."""
     known = {entry.name for entry in ENTRIES} | set().union(*(entry.methods for entry in ENTRIES))
-    unknown = next((name for name in methods if name not in known), None)
-    if unknown is not None:
-        raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(map(repr, sorted(known)))}")
     found: dict[str, Entry] = {}
     for name in methods:
+        if name not in known:
+            try:
+                found[name] = outside_row(name)
+            except KeyError:
+                raise RequestError(
+                    f"method '{name}' is not on the board; known: {', '.join(map(repr, sorted(known)))}, and decode "
+                    "methods from outside the package that have an option budget"
+                ) from None
         for entry in ENTRIES:
             if entry.name == name or (name in entry.methods and not entry.slow):
                 found.setdefault(entry.name, entry)

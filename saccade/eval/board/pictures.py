@@ -23,6 +23,7 @@ _LOOKS = {
     }
     for at, (entry, (shape, filled)) in enumerate(zip(ENTRIES, MARKERS))
 }
+_OUTSIDE = {"marker": "$?$", "color": COLOURS[0], "markerfacecolor": COLOURS[0]}  # of methods from outside
 _AXES: dict[str, tuple[str, Callable[[Part], float | None]]] = {
     "keys": ("keys read, of those dense reads (log scale)", lambda part: part.keys),
     "bytes": ("bytes read, of those dense reads (log scale)", lambda part: part.read),
@@ -32,7 +33,7 @@ _AXES: dict[str, tuple[str, Callable[[Part], float | None]]] = {
 
 def look(name: str) -> dict[str, Any]:
     """How a row is drawn, the same everywhere."""
-    return _LOOKS[name]
+    return _LOOKS.get(name, _OUTSIDE)
 
 
 def marker(name: str) -> str:

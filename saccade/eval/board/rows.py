@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from saccade.eval.board.drifts import Drift, load_drift
-from saccade.eval.board.entries import ENTRIES, Entry
+from saccade.eval.board.entries import Entry, entry_named
 from saccade.eval.board.matching import MATCHED, distance
 from saccade.eval.board.play import RECALL, Placed
 from saccade.eval.results import read_json
@@ -16,8 +16,6 @@ from saccade.eval.sources import family
 from saccade.eval.stats import STRETCH, Interval, paired_difference, stretch_interval
 from saccade.eval.summary import Cell, Group, Run
 from saccade.eval.weak import dense_score
-
-BY_NAME: Mapping[str, Entry] = {entry.name: entry for entry in ENTRIES}
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def fold(placed: Sequence[Placed], lengths: Sequence[int]) -> list[Row]:
     rows = []
     answered = any(one.folder is not None for one in placed)
     for (name, protocol, budget), ones in found.items():
-        entry, ones = BY_NAME[name], sorted(ones, key=lambda one: one.length)
+        entry, ones = entry_named(name), sorted(ones, key=lambda one: one.length)
         parts = {one.length: _part(one, entry, groups[one.length]) for one in ones if one.folder is not None}
         errors = tuple(dict.fromkeys(one.error for one in ones if one.error))
         drifts = {one.length: load_drift(one.drift) for one in ones if one.drift is not None}
