@@ -31,9 +31,13 @@ POLICIES = ("topp(prefill=true)", "magicpig(tables=40)", "flexprefill(gamma=0.9)
 
 
 def test_a_process_takes_what_it_says(tmp_path):
-    """Several policies in one process, prompts of two lengths."""
+    """Several policies in one process, prompts of two lengths, four times over.
+
+    What the first requests leave (code loaded, the C library's arenas) varies by MiB from run to run, and no more comes
+    once every policy has run twice; what a request would leave behind comes with each of the last twenty.
+    """
     folder = save_random_llama(tmp_path / "model", **MODEL)
-    asked = [word for policy in (*POLICIES, *reversed(POLICIES[1:])) for word in ("--policy", policy)]
+    asked = [word for policy in (*POLICIES, *reversed(POLICIES)) * 2 for word in ("--policy", policy)]
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), "--kv-memory", "16MiB", "--tokens", "400,100", *asked],
         capture_output=True,
@@ -44,10 +48,11 @@ def test_a_process_takes_what_it_says(tmp_path):
     assert ran.returncode == 0, ran.stderr
     loading, *found = map(json.loads, ran.stdout.splitlines())
     assert loading["loading"] <= 100
-    assert len(found) == 2 * len(POLICIES) - 1
+    assert len(found) == 4 * len(POLICIES)
     for one in found:  # a model so small leaves more than half of the 300 MiB
         assert one["beyond"] <= 130, found
-    assert found[-1]["after"] <= found[0]["beyond"], "what ended leaves nothing behind"
+    grown = found[-1]["after"] - found[2 * len(POLICIES) - 1]["after"]
+    assert grown <= 8, f"20 requests left {grown} MiB behind: {found}"
 
 
 def test_counts_of_a_prefill_keep_no_lists():
