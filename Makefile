@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml contrib/pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
-STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(shell find saccade contrib -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
 # make setup LOCKED=1 installs what CI does: the versions of $(LOCK), each checked by its hash. torch, whose builds differ by
 # machine, has its version alone; `make lock` writes the file anew, with uv from the package index.
@@ -33,6 +33,7 @@ $(STAMP): $(SOURCES)
 	@$(BIN)/python -m pip uninstall -q -y saccade 2>/dev/null || true  # its distribution's name up to 0.1
 	@$(BIN)/python -m pip install -q $(if $(LOCKED),--no-deps --require-hashes -r $(LOCK),$(BUILDERS))
 	@$(BIN)/python -m pip install -q --no-build-isolation $(if $(LOCKED),--no-deps -e .,-e '.[dev]')
+	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e contrib
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
