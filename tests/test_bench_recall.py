@@ -235,7 +235,7 @@ def test_decode_steps_see_their_own_keys_alone():
     assert float(done.error.mean()) > 1e-3
 
 
-@pytest.mark.parametrize("text", (*DECODE, *declared()))
+@pytest.mark.parametrize("text", [*DECODE, *declared()])
 def test_every_decode_ladder_runs(text):
     """Methods with states, watching ones among them, over steps that follow each other."""
     settings, own = layer("decode", 3, times=False)

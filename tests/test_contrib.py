@@ -67,7 +67,8 @@ def test_without_the_package_the_rest_is_there():
     said = without_it(
         "import contextlib, io, json, sys\n"
         "from saccade.cli.main import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit): main(['methods', '--json'])\n"
+        "out = io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit): main(['methods', '--json'])\n"
         "from saccade.bench.recall.ladders import ladders\n"
         "from saccade.eval.board.entries import ENTRIES\n"
         "from saccade.methods.offline import KINDS\n"

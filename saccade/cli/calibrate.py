@@ -102,7 +102,7 @@ def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
 def _prompt(llm: LLM, text: str | None, tokens: int, looks_up: bool = False) -> list[int]:
     """The text's first ``tokens``, or so many of generated prose; with ``looks_up`` facts of it are said again in its
     last quarter, so that rows there look far back."""
-    from saccade.eval.drift.passage import made_passage
+    from saccade.passage import made_passage
     from saccade.prose import generate
 
     most = min(tokens, llm.max_model_len - 1)
