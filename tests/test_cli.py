@@ -161,7 +161,7 @@ BAD = {
     "demo text": (["demo", "--text", "absent.txt"], "absent.txt"),
     "demo text that is empty": (["demo", "--text", os.devnull], f"text file {os.devnull} is empty"),
     "demo tokens of a text": (["demo", "-m", "retriever", "--tokens", "3000"], "tokens=3000 is for --model reference"),
-    "demo characters of tokens": (["demo", "--characters", "3000"], "characters=3000"),
+    "demo characters of tokens": (["demo", "-m", "reference", "--characters", "3000"], "characters=3000"),
     "port": (["serve", "--port", "99999"], "port=99999 must be an integer from 0 to 65535"),
 }
 
@@ -286,7 +286,8 @@ def test_methods_shows_what_a_short_name_joins(capsys):
 
 
 def test_demo_compares_policies(capsys):
-    code, out, _ = run(capsys, "demo", "--tokens", "1024", "--facts", "2", "-p", "dense", "-p", "streaming(window=100)")
+    given = ["--tokens", "1024", "--facts", "2", "-p", "dense", "-p", "streaming(window=100)"]
+    code, out, _ = run(capsys, "demo", "-m", "reference", *given)
     assert code == 0
     assert "1,024 tokens in all" in out
     assert "2/2" in out
@@ -324,7 +325,7 @@ def test_demo_shows_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr("saccade.cli.progress.DELAY", 0.0)
     monkeypatch.setattr("saccade.cli.progress.TICK", 0.005)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    code, _, _ = run(capsys, "demo", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
+    code, _, _ = run(capsys, "demo", "-m", "reference", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
     assert code == 0
     bar = next(one for one in shown if one[0] == "streaming(window=64)")
     assert bar[1]["said"].endswith(" tokens")
