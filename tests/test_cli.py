@@ -325,7 +325,8 @@ def test_demo_shows_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr("saccade.cli.progress.DELAY", 0.0)
     monkeypatch.setattr("saccade.cli.progress.TICK", 0.005)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    code, _, _ = run(capsys, "demo", "-m", "reference", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
+    given = ["--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)"]
+    code, _, _ = run(capsys, "demo", "-m", "reference", *given)
     assert code == 0
     bar = next(one for one in shown if one[0] == "streaming(window=64)")
     assert bar[1]["said"].endswith(" tokens")

@@ -47,7 +47,7 @@ def test_serving_needs_no_plotting_library():
 
 
 def test_changelog_and_citation_are_of_this_version():
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(r"^## (?!Unreleased$)(\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert newest is not None
     assert newest[1] == str(cited["version"]) == PROJECT["version"]

@@ -34,9 +34,9 @@ if __name__ == "__main__":
 
 def ran(model: Path, folder: Path, policy: str) -> tuple[list, list[str]]:
     """(tokens and log-probabilities by prompt, lines of what was read)."""
-    found = folder / "saccade_vllm-0.2.0.dist-info"
+    found = folder / "saccade_vllm-0.3.0.dist-info"
     found.mkdir(exist_ok=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: saccade-vllm\nVersion: 0.2.0\n")
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: saccade-vllm\nVersion: 0.3.0\n")
     (found / "entry_points.txt").write_text("[vllm.general_plugins]\nsaccade = saccade_vllm:register\n")
     (folder / "run.py").write_text(SCRIPT)
     environment = {

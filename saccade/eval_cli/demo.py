@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from saccade.session import Session
 
 POLICIES = ["dense", "streaming", "sampled_rows(threshold=0.0005)+psa", "flexprefill+psa", "flexprefill+lfps"]
-TOKENS, CHARACTERS = (
-    16_384,
-    66_000,
-)  # of what is made up, by default: a length at which reading less saves time on a CPU
+TOKENS, CHARACTERS = 16_384, 66_000  # of what is made up; at the latter reading less saves time on a CPU
 TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
@@ -202,7 +199,7 @@ def _run(llm: LLM, policy: str, asked: Sequence[Ask]) -> Row:
 
 
 def show(rows: Sequence[Row], count: int) -> None:
-    """Print the table: a policy's right answers of ``count``, the shares that it read, its seconds, dense's over them."""
+    """Print the table: a policy's right answers of ``count``, the shares that it read, its seconds, its speed."""
     from rich.console import Console
     from rich.table import Table
 
