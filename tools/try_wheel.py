@@ -60,7 +60,13 @@ class Trial:
         began = time.monotonic()
         program = str(self.venv / "bin" / command[0])
         done = subprocess.run(
-            [program, *command[1:]], cwd=self.folder, env=self.env, text=True, capture_output=True, check=False
+            [program, *command[1:]],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            capture_output=True,
+            check=False,
         )
         said = done.stdout + done.stderr
         if done.returncode or has not in done.stdout:
