@@ -1,4 +1,4 @@
-"""Two wheels of one tree: saccade-llm without saccade/eval, saccade/bench and saccade/eval_cli, and saccade-eval with these."""
+"""Two wheels of one tree: saccade-llm, and saccade-eval with saccade/eval, saccade/bench and saccade/eval_cli."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_each_file_is_in_one_wheel():
     (left_out,) = [one for one in build["overrides"] if "wheel" in one and "exclude" in one["wheel"]]
     assert left_out["if"] == {"state": "wheel"}  # an editable install has all
     assert sorted(left_out["wheel"]["exclude"]) == sorted(f"{folder}/**" for folder in FOLDERS)
-    assert EVAL["tool"]["scikit-build"]["wheel"]["packages"] == {
-        folder: folder for folder in sorted(FOLDERS, key=FOLDERS.index)
-    }
+    assert EVAL["tool"]["scikit-build"]["wheel"]["packages"] == {folder: folder for folder in FOLDERS}
     whole = {f"saccade/{name}" for name in files(ROOT / "saccade")}
     others = {name for name in files(ROOT / "packages/eval") if name.startswith("saccade/")}
     assert others == {name for name in whole if any(name.startswith(f"{folder}/") for folder in FOLDERS)}
@@ -77,12 +75,13 @@ def test_they_are_of_one_version():
 
 def test_every_module_of_the_core_imports_without_saccade_eval():
     """Also those that only some machines need, where they import here."""
-    code = """
+    done = alone("""
 import importlib, json, pkgutil
 import saccade
+from saccade.cli.measuring import OURS
 whole, skipped = 0, {}
 for one in pkgutil.walk_packages(saccade.__path__, "saccade.", onerror=lambda name: None):
-    if one.name.endswith("__main__") or any(one.name == own or one.name.startswith(own + ".") for own in %r):
+    if one.name.endswith("__main__") or any(one.name == own or one.name.startswith(own + ".") for own in OURS):
         continue
     try:
         importlib.import_module(one.name)
@@ -90,17 +89,25 @@ for one in pkgutil.walk_packages(saccade.__path__, "saccade.", onerror=lambda na
     except ModuleNotFoundError as error:
         skipped[one.name] = error.name
 print(json.dumps([whole, skipped]))
-""" % (OURS,)
-    done = alone(code)
+""")
     assert done.returncode == 0, done.stderr[-2000:]
     whole, skipped = json.loads(done.stdout.splitlines()[-1])
     assert whole > 500
     assert not [name for name in skipped.values() if name.startswith("saccade")]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("given", [[], ["--help"], ["run", "--out", "x"]])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("demo", []),
+        ("inspect", ["-h"]),
+        ("tune", ["smollm2", "--threads", "2"]),
+        ("eval", ["run", "--out", "x"]),
+        ("bench", ["ops", "--help"]),
+    ],
+)
 def test_commands_of_saccade_eval_say_where_they_are(name, given):
+    assert name in COMMANDS
     done = command(name, *given)
     said = f"saccade: error: 'saccade {name}' is in saccade-eval: pip install \"saccade-llm[eval]\""
     assert (done.returncode, done.stdout) == (2, "")
