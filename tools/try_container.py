@@ -136,6 +136,7 @@ def tried(stage: Stage) -> None:
     made = subprocess.run(
         stage.inside(["saccade", "serve", "--new-key", "trial"]), check=True, text=True, capture_output=True
     )
+    (stage.root / "etc/hosts").write_text("127.0.0.1 localhost\n")  # which an engine writes, too
     keys = stage.root / KEYS.lstrip("/")
     keys.parent.mkdir(parents=True, exist_ok=True)
     keys.write_text(made.stdout)
