@@ -11,16 +11,25 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import CONFIGS, PAD, byte_tokenizer, make_checkpoint, oracle, random_ids
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    pipeline,
+)
 
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, ModelError, PolicyError, RequestError, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.families import FAMILIES
+from saccade.models.rebuilt import cache_argument
 from saccade.transformers import SaccadeCache, configure, report
 from saccade.transformers.__main__ import main
 from saccade.transformers.runtime import runtime_of
 
+CACHE = cache_argument(LlamaForCausalLM.forward)  # by the name that this version of transformers has
 LENGTHS = (60, 13, 1, 37)
 POLICIES = (  # one of each way in which a policy knows something
     "a_shape(sinks=4, window=32)+streaming(sinks=4, window=32)",
@@ -196,9 +205,9 @@ def test_a_prompt_in_chunks_gives_a_sparse_policys_tokens(ours):
 def test_turns_over_one_cache(ours, theirs, policy):
     """A cache goes on where the last call left it. Under dense that equals one long call; sparse reads less."""
     ids, cache = torch.tensor([random_ids(50, 1)]), SaccadeCache(ours, policy)
-    first = ours.generate(ids, past_key_values=cache, **greedy(6))
+    first = ours.generate(ids, **{CACHE: cache}, **greedy(6))
     again = torch.cat([first, torch.tensor([random_ids(9, 2)])], 1)
-    second = ours.generate(again, past_key_values=cache, **greedy(6))
+    second = ours.generate(again, **{CACHE: cache}, **greedy(6))
     assert cache.get_seq_length() == second.shape[1] - 1
     if policy == "dense":
         assert torch.equal(second, theirs.generate(again, **greedy(6)))
@@ -212,14 +221,14 @@ def test_a_loop_of_ones_own(ours, theirs):
     ids, cache = batch((40, 22)), SaccadeCache(ours)
     with torch.no_grad():
         places = (ids["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        ours(**ids, position_ids=places, past_key_values=cache)
+        ours(**ids, position_ids=places, **{CACHE: cache})
         cache.crop(-15)
         assert cache.get_seq_length() == 25
         fewer = {name: rows[:, :25] for name, rows in ids.items()}
         rest = {name: torch.cat([fewer[name], batch((9, 9))[name]], 1) for name in ids}
         places = (rest["attention_mask"].cumsum(1) - 1).clamp(min=0)
         new = {"input_ids": rest["input_ids"][:, 25:], "position_ids": places[:, 25:]}
-        logits = ours(**new, attention_mask=rest["attention_mask"], past_key_values=cache).logits
+        logits = ours(**new, attention_mask=rest["attention_mask"], **{CACHE: cache}).logits
         expected = theirs(**rest, position_ids=places, use_cache=False).logits[:, 25:]
     assert torch.allclose(logits, expected, atol=1e-4)
     cache.batch_select_indices(torch.tensor([1]))
@@ -234,7 +243,7 @@ def test_memory_comes_back(ours):
     kept = ours.generate(**inputs, **greedy(3), return_dict_in_generate=True)
     pool = runtime_of(ours.config).running.pool
     assert pool.used_blocks > 0
-    assert kept.past_key_values.get_seq_length() == 62
+    assert getattr(kept, CACHE).get_seq_length() == 62
     del kept
     gc.collect()
     assert pool.used_blocks == 0
@@ -270,7 +279,7 @@ def test_a_pipeline_is_unchanged(ours, folder):
         ({"use_cache": False}, RequestError, "use_cache"),
         ({"output_attentions": True}, RequestError, "eager"),
         ({"custom_generate": print}, RequestError, "custom_generate"),
-        ({"past_key_values": DynamicCache()}, RequestError, "DynamicCache"),
+        ({CACHE: DynamicCache()}, RequestError, "DynamicCache"),
     ],
     ids=str,
 )
@@ -288,23 +297,23 @@ def test_forward_passes_refuse_what_they_cannot_do(ours):
             ours(ids, attention_mask=torch.zeros(1, 1, 12, 12), use_cache=False)
         with pytest.raises(ModelError, match="packed"):
             ours(ids, position_ids=torch.tensor([[*range(6), *range(6)]]), use_cache=False)
-        left = ours(ids).past_key_values
+        left = getattr(ours(ids), CACHE)
         with pytest.raises(SaccadeError, match="SaccadeCache"):
-            ours(ids[:, :1], past_key_values=left)
+            ours(ids[:, :1], **{CACHE: left})
         cache = SaccadeCache(ours, "lfps(k=8)")
-        ours(ids, past_key_values=cache)
-        ours(ids[:, :1], past_key_values=cache)
+        ours(ids, **{CACHE: cache})
+        ours(ids[:, :1], **{CACHE: cache})
         with pytest.raises(SaccadeError, match="from -13 to 0"):
             cache.crop(5)
         cache.crop(-1)
         with pytest.raises(SaccadeError, match="learnt from what was cut off"):
-            ours(ids[:, :1], past_key_values=cache)
+            ours(ids[:, :1], **{CACHE: cache})
         with pytest.raises(SaccadeError, match="cannot go on"):
-            ours(ids[:, :1], past_key_values=cache)
+            ours(ids[:, :1], **{CACHE: cache})
         short = SaccadeCache(ours)
-        ours(ids, past_key_values=short)
+        ours(ids, **{CACHE: short})
         with pytest.raises(SaccadeError, match=r"must have \(1, 13\)"):
-            ours(ids[:, :1], attention_mask=torch.zeros(1, 1), past_key_values=short)
+            ours(ids[:, :1], attention_mask=torch.zeros(1, 1), **{CACHE: short})
 
 
 def test_a_pool_that_is_too_small_says_so(folder):
@@ -367,7 +376,7 @@ def test_beams_under_methods_that_count_in_native_code(ours, policy):
 @pytest.mark.parametrize("policy", ["lfps", "snapkv", "h2o", "quest"])
 def test_a_cache_goes_on_under_another_policy(ours, policy):
     first = ours.generate(**batch((200,)), **greedy(3), saccade="dense", return_dict_in_generate=True)
-    more = ours.generate(first.sequences, **greedy(3), past_key_values=first.past_key_values, saccade=policy)
+    more = ours.generate(first.sequences, **greedy(3), **{CACHE: getattr(first, CACHE)}, saccade=policy)
     assert more.shape[1] == first.sequences.shape[1] + 3
     assert report(ours)[0]["decode"]["policy"] != "dense"
 

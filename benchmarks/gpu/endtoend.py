@@ -34,12 +34,12 @@ from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.policy import Policy
 from saccade.models import attention
-from saccade.models.baseline import cache_argument
 from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import NamedTensors, Use, read_weights
+from saccade.models.rebuilt import cache_argument
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
 from saccade.ops.block_weights import FORMATS as BLOCKS
@@ -407,7 +407,7 @@ class Bench:
             def step() -> None:
                 nonlocal ids, at
                 position = torch.full((batch, 1), at, device="cuda")
-                named = {cache_argument(self.model): cache}
+                named = {cache_argument(self.model.forward): cache}
                 out = self.model(ids, **named, position_ids=position, use_cache=True)
                 ids, at = out.logits[:, -1:].argmax(-1), at + 1
                 ids.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from saccade.errors import ModelError
 from saccade.models.checkpoint import open_checkpoint
 from saccade.models.quiet import quiet_transformers
+from saccade.models.rebuilt import cache_argument
 from saccade.models.reference import codes
 from saccade.models.reference.tokenizer import build_tokenizer
 from saccade.models.text_part import WRAPPERS
@@ -69,11 +69,6 @@ def save_random_llama(path: str | Path, dtype: torch.dtype = torch.bfloat16, see
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
     return folder
-
-
-def cache_argument(model: Any) -> str:
-    """What this version of transformers calls the cache that ``model`` is given."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class TransformersModel:
@@ -128,7 +123,7 @@ class TransformersModel:
         out = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            **{cache_argument(self.model): cache},
+            **{cache_argument(self.model.forward): cache},
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -22,7 +21,7 @@ from saccade.kv.states import StateFormat, StatePart
 from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
-from saccade.models.rebuilt import plain_forward, with_functions
+from saccade.models.rebuilt import cache_argument, plain_forward, with_functions
 from saccade.ops import slotted
 from saccade.ops.slots import NewRows, Slots
 
@@ -299,9 +298,7 @@ class KeepingLayers:
         with torch.inference_mode():
             hidden = torch.zeros(1, 1, self._channels, dtype=weight.dtype, device=weight.device)
             split = self._modules[0].forward
-            asked = signature(split.inner).parameters
-            keyword = next(name for name in ("cache_params", "past_key_values") if name in asked)
-            split.inner(hidden_states=hidden, **{keyword: seen})
+            split.inner(hidden_states=hidden, **{cache_argument(split.inner): seen})
         return StateFormat(len(self.places), tuple(seen.parts))
 
     def pieces(self, states: StateRows | None, segments: Sequence[Segment], device: torch.device) -> _Pieces:

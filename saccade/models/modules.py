@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.models.attention import ELSEWHERE, Elsewhere
 from saccade.models.interface import AttentionContext, LayerAttention
+from saccade.models.rebuilt import cache_argument
 from saccade.models.rotary import CosSin
 
 
@@ -19,6 +20,7 @@ class ModuleLayers:
 
     def __init__(self, layers: Any, keeping: Container[int] = (), shares: bool = False) -> None:
         self.layers, self._keeping, self._shares = layers, keeping, shares
+        self._cache = next((cache_argument(one.forward) for at, one in enumerate(layers) if at in keeping), "")
 
     def run(
         self,
@@ -35,7 +37,7 @@ class ModuleLayers:
         each token besides (models.streams)."""
         cos, sin = pair
         streams = hidden.dim() == 3
-        given: dict[str, Any] = {"past_key_values": pieces} if index in self._keeping else {}
+        given: dict[str, Any] = {self._cache: pieces} if index in self._keeping else {}
         if self._shares:
             given["shared_kv_states"] = _STORED
         if beside is not None:

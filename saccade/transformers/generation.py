@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 from saccade.errors import PolicyError, RequestError, shown
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.attention import ATTENTION_NAME
+from saccade.models.rebuilt import cache_argument
 from saccade.transformers.cache import SaccadeCache
 from saccade.transformers.runtime import runtime_of, text_config, usable
 
@@ -36,10 +37,12 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
     runtime = runtime_of(text_config(self))
     named = dict(zip(("inputs", "generation_config"), args))
     _refuse(self, kwargs, named.get("generation_config"))
-    cache = kwargs.get("past_key_values")
+    argument = cache_argument(self.forward)
+    cache = kwargs.pop(argument, None)
+    cache = kwargs.pop("past_key_values", None) if cache is None else cache
     if cache is not None and not isinstance(cache, SaccadeCache):
         raise RequestError(
-            f"past_key_values={type(cache).__name__}(...) does not hold its keys in saccade's pool; leave it out, or "
+            f"{argument}={type(cache).__name__}(...) does not hold its keys in saccade's pool; leave it out, or "
             "give saccade.transformers.SaccadeCache(model)"
         )
     own = cache is None
@@ -55,7 +58,7 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
         mask = kwargs.get("attention_mask")
         cache.expect(ids.shape[1] if mask is None else mask.shape[1], mask)
     try:
-        out = _theirs(self, *args, **{**kwargs, "past_key_values": cache})
+        out = _theirs(self, *args, **{**kwargs, argument: cache})
         made = out if isinstance(out, torch.Tensor) else out.sequences
         cache.ended([made.shape[1] - (0 if ids is None else ids.shape[1])] * cache.batch_size)
         runtime.reports = cache.reports
@@ -63,7 +66,7 @@ def generate(self: Any, *args: Any, saccade: PolicyLike = None, **kwargs: Any) -
         if own:
             cache.reset()
         raise
-    if own and getattr(out, "past_key_values", None) is not cache:
+    if own and getattr(out, argument, None) is not cache:
         cache.reset()
     return out
 
