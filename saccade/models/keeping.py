@@ -121,9 +121,9 @@ class _Shapes:
 class _Pass(ABC):
     """What a module that keeps a state is given for its cache where a pass has packed rows."""
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, **beside: Any) -> tuple[Tensor, Tensor]:
         """What a layer that attends, too, asks of a cache: its new keys and values, which go to the attention
-        context."""
+        context. ``beside``: of the pass, which newer versions of transformers hand on."""
         return k, v
 
     @abstractmethod

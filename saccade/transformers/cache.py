@@ -93,6 +93,11 @@ class SaccadeCache(Cache):
         return len(self._rows) or -1
 
     @property
+    def is_linear(self) -> list[bool]:
+        """That it holds keys: of a cache that does not, generate takes a prompt to be new whole."""
+        return [False]
+
+    @property
     def is_croppable(self) -> bool:
         return self.policy.decode.is_dense
 
