@@ -1,5 +1,5 @@
-"""docs/methods.md names every method once, with options and defaults that are the code's; docs/results/method-options.md
-is what ``tools/method_options.py`` writes."""
+"""docs/methods.md names every method once, with options and defaults that are the code's; all options stand in
+docs/results/method-options.md, as ``tools/method_options.py`` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of every method: ``python tools/method_options.py`` writes docs/results/method-options.md from the code."""
+"""The options of every method: ``python tools/method_options.py`` writes docs/results/method-options.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def page() -> str:
             continue
         said = describe(part)
         options = ", ".join(f"{option}={shown(value)}" for option, value in said["options"].items())
-        rows.append(f"| `{name}` | {', '.join(said['phases'])} | {f'`{options}`' if options else ''} | {said['paper']} |")
+        cells = (f"`{name}`", ", ".join(said["phases"]), f"`{options}`" if options else "", said["paper"])
+        rows.append(f"| {' | '.join(cells)} |")
     return HEAD + "\n".join(rows) + "\n"
 
 
