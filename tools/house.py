@@ -194,6 +194,8 @@ def print_paths(root: Path) -> None:
             finally:
                 threading.setprofile(None)  # type: ignore[arg-type]
         print(f"{text:20} {len(watch.entered):15} {len(watch.deepest):22} {len(watch.policy):17}")
+        where = Counter(name.removeprefix(watch.inside).partition("/")[0] for name in watch.entered)
+        print(f"  entered: {', '.join(f'{folder} {count}' for folder, count in where.most_common())}")
         for title, names in (("deepest stack", watch.deepest), ("policy", list(watch.policy))):
             print(f"  {title}: {' > '.join(name.removeprefix(watch.inside) for name in names)}")
 
