@@ -43,8 +43,10 @@ CUT_SHORT = {
     "saccade eval drift": "--length 256 --tokens 8 --no-rounding -p lfps",
     "saccade eval run": "--samples 1 --length 128 -p psa",
     "saccade tune": "-f book.txt --length 256 --tokens 8 --seconds 1",
-    "make demo": "--tokens 1024 --facts 2",
+    "make demo": "--model reference --tokens 1024 --facts 2",
     "make figures": "disk --quick --record out",
+    "saccade bench ttft": "--contexts 64 --threads 1 --methods 'transformers;dense'",
+    "saccade bench generate": "--contexts 64 --threads 1 --methods 'transformers;dense' --tokens 2",
     "python benchmarks/quantised_steps.py": "--threads 1 --contexts 16,24 --tokens 6",
     "python benchmarks/sessions.py": "--tokens 128 --repeats 1",
     "python benchmarks/real_models.py": "--length 512 --samples 0.02 --family facts --policy psa --device cpu --all "
@@ -52,14 +54,13 @@ CUT_SHORT = {
 }
 NOT_RUN = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "it downloads a package",
-    "pip install '.[eval]'": "it downloads packages; tests/test_packaging.py holds the extra",
     "pip install torch": "it downloads a package",
-    "pip install .": "it downloads packages",
+    "pip install .": "it downloads packages; `make build` makes the wheel",
     "saccade fetch smollm2": "it downloads 98 MB; tests/test_models_fetching.py fetches what it makes itself",
-    'WANTED="prefill decode" SIZES="131072x1 98304x8" DECODE="dense arkvale(budget=2048)" '
-    "python benchmarks/gpu/endtoend.py": "it needs a GPU of 80 GB",
+    'SIZES=98304x8 DECODE="dense arkvale(budget=2048)" python benchmarks/gpu/endtoend.py': "it needs an H200",
+    "python benchmarks/gpu/first_tokens.py": "it needs an H200",
 }
-THOROUGH = ("saccade eval", "saccade tune", "make figures", "python benchmarks")
+THOROUGH = ("saccade bench", "saccade eval", "saccade tune", "make figures", "python benchmarks")
 
 
 def blocks(language: str) -> list[str]:

@@ -165,8 +165,8 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         "# Figures of one machine after another",
         "`make figures` measures the README's numbers on the machine at hand and appends a row here; with\n"
         '`PARTS="demo decode"` it measures some of them, with `LLAMA_BENCH=BIN` a `llama-bench` of llama.cpp, too.\n'
-        "`make figures QUICK=1` tries everything on short inputs, and its row says so. A `+` behind a commit: the code\n"
-        "was changed since.",
+        "`make figures QUICK=1` tries everything on short inputs, and its row says so. A `+` behind a commit: the\n"
+        "code was changed since.",
         "\n".join(table),
         f"A row quotes: {quoted}.",
     ]
