@@ -1,9 +1,10 @@
 """Every figure that the README quotes stands in the page that is linked beside it, and the record of ``make figures``
 is what its page shows.
 
-A row of a table, a paragraph or an item of a list is one piece. Its figures are looked up in the pages of ``docs`` that
-it links; a row without links has those of the paragraph before its table, and the accuracy table is held by
-tests/test_docs_numbers.py. Of docs/results/figures.md the newest whole measurements count, and no trial.
+A row of a table or a sentence is one piece. Its figures are looked up in the pages of ``docs`` that it links: a
+sentence without links has its paragraph's, a row those of the paragraph before its table; the accuracy table is held by
+tests/test_docs_numbers.py. A figure must stand beside another one of its piece: in one row or paragraph of the page, or
+in one table if it has three digits. Of docs/results/figures.md the newest whole measurements count, and no trial.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NO_FIGURE = re.compile(
     r"|\b\d{4}-\d\d-\d\d\b"
     r"|\b\d+(?:\.\d+)?[KMB]\b|\bQwen2\.5-Coder\S*|\bFlashAttention-4|\bFP8|\b(?:4|8|16)[- ]bits?\b|\bLlama-3\S*"
     r"|Python \d\.\d+|C\+\+17|http\S+|\b\d+ families"
-    r"|kill -9|\d+ cores|Apache-2\.0|95 % intervals|50 questions|36 samples"
+    r"|kill -9|\d+ cores|Apache-2\.0|95 % intervals|50 questions|36 samples|points of 100"
 )
 HELD_BY_ANOTHER = "| policy | keys read, 4K |"
 
@@ -52,20 +53,19 @@ def pieces(text: str) -> list[tuple[str, list[str]]]:
     """(words, linked pages of docs) of every piece of a Markdown text, code blocks left out."""
     found: list[tuple[str, list[str]]] = []
     before: list[str] = []
-    skipped = False
-    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
-        is_table = block.lstrip().startswith("|")
-        if is_table:
-            skipped = block.lstrip().startswith(HELD_BY_ANOTHER)
-            units = [] if skipped else block.strip().splitlines()
-        else:
-            units = re.split(r"\n(?=\* )", block)
-        for unit in units:
-            pages = [page.partition("#")[0] for _, page in LINK.findall(unit) if page.startswith("docs/")]
-            found.append((LINK.sub(r"\1", unit), pages or (before if is_table else [])))
-        if not is_table:
-            before = [page for _, pages in found[-len(units) :] for page in pages]
+    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        is_table, own = block.lstrip().startswith("|"), linked(block)
+        if block.lstrip().startswith(HELD_BY_ANOTHER):
+            continue
+        cut = r"\n" if is_table else r"(?<=[.:;])\s+(?=[A-Z*`])|\n(?=\* )"
+        for piece in re.split(cut, block):
+            found.append((LINK.sub(r"\1", piece), linked(piece) or (before if is_table else own)))
+        before = before if is_table else own
     return found
+
+
+def linked(text: str) -> list[str]:
+    return [page.partition("#")[0] for _, page in LINK.findall(text) if page.startswith("docs/")]
 
 
 def quoted(words: str) -> list[str]:
@@ -74,24 +74,42 @@ def quoted(words: str) -> list[str]:
 
 
 @cache
-def text_of(page: str) -> str:
+def places(page: str) -> list[tuple[str, str]]:
+    """(row or paragraph, the whole table or the same) of a page."""
     if page == "docs/results/figures.md":
-        whole = figures().newest(record())
-        return "\n".join(" | ".join(row) for run, name in whole for row in run["parts"][name]["rows"])
-    return (ROOT / page).read_text(encoding="utf-8") if page.endswith(".md") else ""
+        tables = [run["parts"][name]["rows"] for run, name in figures().newest(record())]
+        blocks = ["\n".join(f"| {' | '.join(row)} |" for row in rows) for rows in tables]
+    else:
+        blocks = re.split(r"\n\s*\n|\n(?=\* )", (ROOT / page).read_text(encoding="utf-8"))
+    return [(one, block) for block in blocks for one in (block.split("\n") if block.startswith("|") else [block])]
 
 
-def stands(figure: str, page: str) -> bool:
-    """Whether a page has the number; ``2.70`` is also 2.7 there, never the other way round."""
-    return re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", text_of(page)) is not None
+def has(text: str, figure: str) -> bool:
+    """Whether a text has a number; a percentage may stand there as a share, and thousands without commas."""
+    ways = [re.escape(figure)] + ([figure.replace(",", "")] if "," in figure else [])
+    if re.fullmatch(r"\d{1,2}\.\d", figure):
+        ways.append(re.escape(f"{float(figure) / 100:.3f}"))
+    return any(re.search(rf"(?<![\d.,]){way}(?!\d|[.,]\d)", text) for way in ways)
+
+
+def stands(figure: str, others: list[str], page: str) -> bool:
+    """Whether a page has a figure of a piece beside another one of it."""
+    known = sum(digit.isdigit() for digit in figure) >= 3
+    for row, block in places(page):
+        beside = block if known else row
+        if has(row, figure) and (not others or any(has(beside, one) for one in others)):
+            return True
+    return False
 
 
 def wrong(text: str) -> list[str]:
-    """Figures without their page."""
+    """Figures that are not in their pages."""
     bad = []
     for words, pages in pieces(text):
-        for figure in quoted(words):
-            if not any(stands(figure, page) for page in pages):
+        found = quoted(words)
+        for figure in found:
+            others = [one for one in found if one != figure]
+            if not any(stands(figure, others, page) for page in pages):
                 bad.append(f"{figure} is in none of {pages or 'no page'}: {words.strip()[:100]}")
     return bad
 
