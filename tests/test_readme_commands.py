@@ -41,12 +41,12 @@ CUT_SHORT = {
     "saccade chat": "--policy 'auto(least=4096, method=psa)'",  # else it times for a while what pays on this machine
     "saccade serve": "--policy 'auto(least=4096, method=psa)'",
     "saccade eval drift": "--length 256 --tokens 8 --no-rounding -p lfps",
-    "saccade eval run": "--samples 1 --length 128 -p psa",
+    "saccade eval run": "--samples 1 --length 256 --out results -p psa",
     "saccade tune": "-f book.txt --length 256 --tokens 8 --seconds 1",
     "make demo": "--model reference --tokens 1024 --facts 2",
     "make figures": "disk --quick --record out",
-    "saccade bench ttft": "--contexts 64 --threads 1 --methods 'transformers;dense'",
-    "saccade bench generate": "--contexts 64 --threads 1 --methods 'transformers;dense' --tokens 2",
+    "saccade bench ttft": "--contexts 64 --threads 1",
+    "saccade bench generate": "--contexts 64 --threads 1 --tokens 2",
     "python benchmarks/quantised_steps.py": "--threads 1 --contexts 16,24 --tokens 6",
     "python benchmarks/sessions.py": "--tokens 128 --repeats 1",
     "python benchmarks/real_models.py": "--length 512 --samples 0.02 --family facts --policy psa --device cpu --all "
