@@ -16,7 +16,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo figures real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
 
@@ -40,6 +40,7 @@ demo: setup
 
 # The README's numbers on this machine, appended to docs/results/figures.md, on an idle machine: PARTS="demo decode" for
 # some of them, LLAMA_BENCH=BIN beside llama.cpp, QUICK=1 for a trial of minutes, whose row says so.
+.PHONY: figures
 figures: setup
 	@$(BIN)/python tools/figures.py $(PARTS) $(if $(QUICK),--quick) $(if $(LLAMA_BENCH),--llama-bench "$(LLAMA_BENCH)")
 
