@@ -52,10 +52,13 @@ CUT_SHORT = {
     "python benchmarks/real_models.py": "--length 512 --samples 0.02 --family facts --policy psa --device cpu --all "
     "--out out",
 }
+# A clone's distributions: the core, and those of packages/.
+OTHERS = sorted(one.parent.name for one in ROOT.glob("packages/*/pyproject.toml"))
+INSTALL = " ".join(["pip install .", *(f"./packages/{name}" for name in OTHERS)])
 NOT_RUN = {
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "it downloads a package",
     "pip install torch": "it downloads a package",
-    "pip install .": "it downloads packages; `make build` makes the wheel",
+    INSTALL: "it downloads packages; `make build` makes the wheels",
     "saccade fetch smollm2": "it downloads 98 MB; tests/test_models_fetching.py fetches what it makes itself",
     'SIZES=98304x8 DECODE="dense arkvale(budget=2048)" python benchmarks/gpu/endtoend.py': "it needs an H200",
     "python benchmarks/gpu/first_tokens.py": "it needs an H200",
@@ -189,6 +192,10 @@ def test_the_port_is_the_servers_own():
 
     (port,) = [one for one in typer.main.get_command(app).commands["serve"].params if one.name == "port"]
     assert port.default == 8000
+
+
+def test_what_is_installed_has_the_commands_below():
+    assert INSTALL in COMMANDS, f"the README does not say: {INSTALL}"
 
 
 def test_every_line_is_run_or_named_with_a_reason():

@@ -141,9 +141,8 @@ def here(gpu: bool) -> dict[str, Any]:
 
     changed = "+" if git("status", "--porcelain", "--", "saccade", "csrc", "benchmarks") else ""
     facts = machine(torch.device("cuda") if gpu else None)
-    return {"date": datetime.date.today().isoformat(), "commit": git("rev-parse", "--short=8", "HEAD") + changed} | {
-        "machine": facts
-    }
+    commit = git("rev-parse", "--short=8", "HEAD") or "unknown"  # such as from an archive
+    return {"date": datetime.date.today().isoformat(), "commit": commit + changed, "machine": facts}
 
 
 def name_of(run: dict[str, Any]) -> str:
