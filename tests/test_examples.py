@@ -65,7 +65,7 @@ def test_report_and_maps(capsys, tmp_path):
 
 
 def test_lm_eval(capsys):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[lm-eval]'")
     main_of("lm_eval_tasks")()
     assert "recall" in capsys.readouterr().out
 
