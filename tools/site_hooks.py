@@ -1,4 +1,5 @@
-"""Pages of the site that lie outside of docs/: CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, with links that fit both."""
+"""Pages of the site that lie outside of docs/: CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, with links that fit both; marks on what
+pages show of names."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+LONGEST = 26  # letters of a name that is not broken: as many fit beside each other on a phone
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -26,3 +28,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for name, inside in OUTSIDE.items():
         markdown = markdown.replace(f"](../../{name}", f"](../{inside}").replace(f"](../{name}", f"]({inside}")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Names in one piece (class ``whole``, docs/site.css); roles of docstrings, such as ``:class:``, are not shown."""
+    html = re.sub(r":(?:class|meth|func|mod|attr|exc|data):(?=<code>)", "", html)
+    return re.sub(rf"<code>([^\s<]{{1,{LONGEST}}})</code>", r'<code class="whole">\1</code>', html)
