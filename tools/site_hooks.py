@@ -24,7 +24,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links between the folders as links within the site; figures of docs/results lie where they did."""
     if page.file.src_uri.startswith("results/"):
-        page.meta.setdefault("search", {"boost": 0.3})  # pages that explain come before all rows
+        page.meta.setdefault("search", {"boost": 0.02})  # pages that explain come before all rows
     if page.file.src_uri in OUTSIDE.values():
         return re.sub(r"\]\(docs/", "](", markdown)
     for name, inside in OUTSIDE.items():
