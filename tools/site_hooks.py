@@ -1,5 +1,5 @@
-"""Pages of the site that lie outside of docs/: CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, with links that fit both; marks on what
-pages show of names."""
+"""Pages of the site that lie outside of docs/: CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, with links that fit both;
+names that pages show in one piece."""
 
 from __future__ import annotations
 
