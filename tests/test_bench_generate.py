@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from gguf_files import tiny, write
 
 from saccade import LLM, SamplingParams
 from saccade.bench.generate import COLUMNS, WARM, kv_bytes
@@ -150,3 +151,17 @@ def test_the_defaults_are_policies():
     for text in GENERATE_METHODS:
         if text != TRANSFORMERS:
             assert Policy.parse(text).decode.name in text
+
+
+@pytest.mark.parametrize("command", ["generate", "ttft"])
+def test_a_gguf_file_has_no_row_of_transformers_unless_it_is_asked_for(command, tmp_path, capsys):
+    file = write(tiny("llama", tmp_path / "tiny"), tmp_path / "tiny.gguf")
+    asked = ["bench", command, "--model", str(file), "--contexts", "128", "--limit", "1e-9"]  # no row is begun
+    with pytest.raises(SystemExit) as ended:
+        main(asked)
+    assert ended.value.code == 0
+    assert "without the row of transformers: transformers does not run the blocks" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*asked[:-2], "--methods", "transformers;dense"])
+    assert ended.value.code == 2
+    assert "give a folder of safetensors to compare" in capsys.readouterr().err

@@ -60,6 +60,8 @@ GENERATE_METHODS = (
     "topk(unit=kv_head)",
 )
 
+DEFAULTS = (";".join(TTFT_METHODS), ";".join(GENERATE_METHODS))  # which leave out what a model's files do not allow
+
 
 @app.callback()
 def _bench() -> None:
@@ -225,6 +227,8 @@ class _EndToEnd(NamedTuple):
         from saccade.bench.cells import as_markdown, print_cells
         from saccade.bench.timing import CLOCKS, torch_threads
         from saccade.bench.ttft import TRANSFORMERS
+        from saccade.models.baseline import refused_by_transformers
+        from saccade.models.checkpoint import open_checkpoint
 
         chosen = options.storage(self.dtype)
         options.choice("clock", self.clock, tuple(CLOCKS))
@@ -244,6 +248,9 @@ class _EndToEnd(NamedTuple):
                 limits = machine_limits.measure(chosen, self.threads, self.clock, where)
                 more["read_gbps"] = limits["read_gbps"]
             path = model_folder(self.model, Path(folder), chosen, positions=max(lengths) + room)
+            if self.methods in DEFAULTS and (why_not := refused_by_transformers(open_checkpoint(path))):
+                wanted = [text for text in wanted if text != TRANSFORMERS]
+                typer.echo(f"  without the row of transformers: {why_not}", err=True)
             more |= {"limit": self.limit, "chunk": self.chunk, "clock": self.clock, "device": where}
             settings = bench.Settings(path, self.model, lengths, wanted, chosen, self.threads, **more)
             for row in bench.run(settings):

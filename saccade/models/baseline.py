@@ -20,7 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from saccade.errors import ModelError
-from saccade.models.checkpoint import open_checkpoint
+from saccade.models.checkpoint import Checkpoint, open_checkpoint
 from saccade.models.quiet import quiet_transformers
 from saccade.models.rebuilt import cache_argument
 from saccade.models.reference import codes
@@ -71,21 +71,27 @@ def save_random_llama(path: str | Path, dtype: torch.dtype = torch.bfloat16, see
     return folder
 
 
+def refused_by_transformers(checkpoint: Checkpoint) -> str | None:
+    """Why transformers is no peer for a checkpoint, and what to give instead; None where it runs it as it is stored."""
+    if checkpoint.gguf is not None:
+        return (
+            f"transformers does not run the blocks of {checkpoint.gguf.path}; give a folder of safetensors to compare"
+        )
+    if checkpoint.packed is not None:
+        return (
+            f"{checkpoint.path} is in {checkpoint.packed.names}, which transformers runs by other packages; give the "
+            "unquantised checkpoint to compare"
+        )
+    return None
+
+
 class TransformersModel:
     """A checkpoint as transformers runs it by default, on ``device``."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
         checkpoint = open_checkpoint(path)
-        if checkpoint.gguf is not None:
-            raise ModelError(
-                f"transformers does not run the blocks of {checkpoint.gguf.path}; give a folder of safetensors to "
-                "compare"
-            )
-        if checkpoint.packed is not None:
-            raise ModelError(
-                f"{checkpoint.path} is in {checkpoint.packed.names}, which transformers runs by other packages; give "
-                "the unquantised checkpoint to compare"
-            )
+        if why_not := refused_by_transformers(checkpoint):
+            raise ModelError(why_not)
         folder = checkpoint.path
         with quiet_transformers():
             kind = AutoModelForMultimodalLM if checkpoint.whole["model_type"] in WRAPPERS else AutoModelForCausalLM
