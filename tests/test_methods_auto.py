@@ -310,7 +310,7 @@ def test_prefixes_are_no_matter_to_a_session(tiny_llama, timed, llm, monkeypatch
 
 def test_pages_and_the_list_of_methods_name_the_same_preset(capsys):
     docs = Path(__file__).parent.parent / "docs"
-    for page in ("choosing", "algorithms"):
+    for page in ("choosing", "methods"):
         assert f"`{SAFE}`" in (docs / f"{page}.md").read_text(encoding="utf-8"), page
     with pytest.raises(SystemExit):
         main(["methods"])
