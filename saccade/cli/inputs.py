@@ -113,7 +113,8 @@ def gather(prompt: str | None, file: Path | None) -> tuple[str | None, str | Non
         name, document = "standard input", _standard_input()
         prompt = None if prompt == "-" and file is None else prompt
     if document is not None and not document.strip():
-        raise RequestError(f"{name} is empty; give a document with some text, or leave it away")
+        away = "</dev/null where none is meant" if name == "standard input" else "leave it away"
+        raise RequestError(f"{name} is empty; give a document with some text, or {away}")
     if document is None and not prompt:
         raise RequestError("the prompt is empty; give some text")
     return None if document is None else document.removesuffix("\n"), prompt
