@@ -44,7 +44,7 @@ from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import release, shard_model
+from saccade.models.shards import Share, release
 from saccade.ops import fa4
 from saccade.pools import layout_of, make_pool
 
@@ -116,9 +116,8 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
             folder = checkpoint_folder(config.model, config.revision)
-            whole = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers)
-        model = shard_model(whole, rank, ranks, lambda: group[0])
-        del whole
+            share = Share(rank, ranks, lambda: group[0])
+            model = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers, share)
         release(device)
         spec = model.spec
         memory = start.blocks * layout_of(config, model).block_bytes

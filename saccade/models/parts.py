@@ -1,0 +1,257 @@
+"""Which part of each tensor of a model a rank has, where several share it out: one declaration for all families, by what
+transformers calls their modules.
+
+Matrices that make heads, or inner channels of an MLP, are cut by their outputs; those that take them in by their
+channels, and what the ranks' products make is added up. Where an MLP's width does not divide evenly each rank has all of
+it. Matrices in groups of channels are not cut across them: of one that takes parts in a rank has outputs, which multiply
+the channels of all ranks. Embedding and head are cut by tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade.errors import ModelError
+from saccade.models.families import Family
+from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
+from saccade.models.shards import Share, check_family, check_ranks
+from saccade.ops.matrices import Matrix
+from saccade.selection.head_part import HeadPart
+
+logger = logging.getLogger(__name__)
+
+Unit = Literal["query", "kv", "inner"]  # what is shared out: query heads, KV heads, inner channels of an MLP
+
+# By the last part of a module's name: what its outputs are, one block after another.
+OUTPUTS: dict[str, tuple[Unit, ...]] = {
+    "q_proj": ("query",),
+    "k_proj": ("kv",),
+    "v_proj": ("kv",),
+    "qkv_proj": ("query", "kv", "kv"),
+    "gate_proj": ("inner",),
+    "up_proj": ("inner",),
+    "gate_up_proj": ("inner", "inner"),
+    "input_linear": ("inner", "inner"),
+    "w1": ("inner",),
+    "w3": ("inner",),
+    "fc1": ("inner",),
+    "c_fc": ("inner",),
+}
+# What the channels that a module takes in are.
+CHANNELS: dict[str, Unit] = {
+    "o_proj": "query",
+    "dense": "query",
+    "out_proj": "query",
+    "down_proj": "inner",
+    "output_linear": "inner",
+    "w2": "inner",
+    "fc2": "inner",
+    "c_proj": "inner",
+}
+# Of experts that lie together [experts, ...]: the axis of their inner channels, and how many blocks of these there are;
+# where weights lie channels first (gpt-oss) gate and up take turns, as a pair of channels.
+EXPERTS = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "down_proj": (2, 1)}
+CHANNELS_FIRST = {"gate_up_proj": (2, 1), "gate_up_proj_bias": (1, 1), "down_proj": (1, 1)}
+# Norms of queries and keys: of each head alone, of each with a weight of its own, or of all of them together.
+HEAD_NORMS: dict[str, Unit] = {"q_norm": "query", "k_norm": "kv", "q_layernorm": "query", "k_layernorm": "kv"}
+# What each rank has all of, of two dimensions or more: routers, and gates of shared experts.
+WHOLE = "gate", "router", "shared_expert_gate"
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT_MATRIX = re.compile(r"\.experts\.(gate|up|down)\.(weight|bias)$")  # as quantised sources call them
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The runs ``spans`` of a tensor along ``axis``, in their order; ``filled`` up to so many."""
+
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+    filled: int | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part, a view of ``whole`` where it is one run of it."""
+        runs = [whole.narrow(self.axis, start, stop - start) for start, stop in self.spans]
+        own = runs[0] if len(runs) == 1 else torch.cat(runs, self.axis)
+        if self.filled is None or own.shape[0] == self.filled:
+            return own
+        return pad(own, (*(0, 0) * (own.dim() - 1), 0, self.filled - own.shape[0]))
+
+
+class Parts:
+    """What the rank of ``share`` has of ``model``, whose modules are whole and may hold nothing. ``grouped``: whether
+    the matrix of a name, with so many channels, is stored in groups of them. ModelError for a model that cannot be
+    shared out among so many, and for one with a tensor of which nothing says how."""
+
+    def __init__(self, model: Any, family: Family, share: Share, grouped: Callable[[str, int], bool]) -> None:
+        check_family(family, share.ranks)
+        self.share, self._grouped = share, grouped
+        config, decoder = model.config, model.get_decoder()
+        self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        output = next(one for name, one in self._shapes.items() if _output_of_attention(name))
+        check_ranks(share.ranks, self.heads, self.kv_heads, output[1] // self.heads)
+        self.head = HeadPart.of(self.kv_heads, share.rank, share.ranks)
+        ends = model.get_output_embeddings(), decoder.get_input_embeddings()
+        self._ends = {name for name, one in model.named_modules() if any(one is end for end in ends)}
+        for name in self._shapes:
+            self._check(name)
+        if self.head.copies > 1 and share.rank == 0:
+            logger.warning(
+                "%d KV heads for tensor_parallel_size=%d: each is stored by %d processes, which attend for all query "
+                "heads that read it",
+                *(self.kv_heads, share.ranks, self.head.copies),
+            )
+
+    def tensor(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of the tensor ``name``: numbers, or rows of blocks."""
+        cut = self.cut(name, tuple(whole.shape))
+        return whole if cut is None else cut.of(whole)
+
+    def cut(self, name: str, shape: tuple[int, ...] | None = None) -> Cut | None:
+        """What this rank has of the tensor ``name``, of ``shape`` as it is stored; None for all of it."""
+        shape = shape or self._shapes[name]
+        module, _, kind = name.rpartition(".")
+        if _ONE_EXPERT.search(name):  # of which a rank has all
+            return None
+        if module in self._ends:
+            each = -(-shape[0] // self.share.ranks)
+            first = self.share.rank * each
+            grouped = self.grouped(module)
+            return None if grouped else Cut(0, ((min(first, shape[0]), min(first + each, shape[0])),), each)
+        if _EXPERT_MATRIX.search(name):
+            own = self.own_experts(self._experts(name))
+            rows = shape[0] // self._experts(name)  # of each, where those of all lie below one another
+            return Cut(0, ((own.start * rows, own.stop * rows),))
+        if module.endswith(".experts"):
+            return self._experts_cut(module, kind, shape)
+        own_name = module.rpartition(".")[2]
+        if kind == "sinks":
+            return Cut(0, self._spans(shape[0], ("query",)))
+        if own_name in HEAD_NORMS:
+            return Cut(0, self._spans(shape[0], (HEAD_NORMS[own_name],))) if len(shape) > 1 else None
+        if own_name in OUTPUTS:
+            spans = self._spans(shape[0], OUTPUTS[own_name])
+            return Cut(0, spans) if spans else None
+        if own_name in CHANNELS and self._divides(module):
+            if self.grouped(module):
+                return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
+            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),)) if kind == "weight" else None
+        return None
+
+    def split(self, module: str, whole: Matrix) -> Matrix:
+        """This rank's outputs of a matrix in groups that was made whole."""
+        cut = self.cut(f"{module}.weight", (whole.outputs, whole.channels))
+        if cut is None:
+            return whole
+        edges = sorted({0, whole.outputs, *(edge for span in cut.spans for edge in span)})
+        pieces = dict(zip(edges, whole.split([stop - start for start, stop in zip(edges, edges[1:])])))
+        runs = [pieces[start] for start, _ in cut.spans]
+        return runs[0] if len(runs) == 1 else runs[0].join(runs)
+
+    def matrix(self, module: str, own: Matrix) -> Matrix:
+        """What stands for the matrix of ``module``, of which this rank has ``own``."""
+        join, rank = self.share.join, self.share.rank
+        if _ONE_EXPERT.search(module):
+            return own
+        if module in self._ends:
+            if self.grouped(module):
+                return own
+            tokens = self._shapes[f"{module}.weight"][0]
+            return VocabularyMatrix(own, rank * own.outputs, tokens, join)
+        name = module.rpartition(".")[2]
+        if name not in CHANNELS or not self._divides(module):
+            return own
+        copy = (rank % self.head.copies, self.head.copies) if CHANNELS[name] == "query" else (0, 1)
+        if self.grouped(module):
+            return GatheredMatrix(own, self._shapes[f"{module}.weight"][0], join, copy)
+        return SummedMatrix(own if rank == 0 else own.like(own.stored, None), join, copy)
+
+    def grouped(self, module: str) -> bool:
+        """Whether the matrix is stored in groups of channels."""
+        return self._grouped(module, self._shapes[f"{module}.weight"][-1])
+
+    def own_experts(self, count: int) -> range:
+        """Which of ``count`` experts this rank has, where they are matrices of their own."""
+        return range(*self._run(count, self.share.rank, self.share.ranks, even=False))
+
+    def cuts_experts(self, module: str) -> bool:
+        """Whether this rank has a part of experts that lie together."""
+        return self._experts_cut(module, "down_proj", self._shapes[f"{module}.down_proj"]) is not None
+
+    def joins_norm(self, module: str) -> bool:
+        """Whether a norm is of all heads together."""
+        unit = HEAD_NORMS.get(module.rpartition(".")[2])
+        if unit is None:
+            return False
+        heads, (size, *more) = (self.heads if unit == "query" else self.kv_heads), self._shapes[f"{module}.weight"]
+        output = next(one for name, one in self._shapes.items() if _output_of_attention(name))
+        return not more and heads > 1 and size == heads * (output[1] // self.heads)
+
+    def _experts_cut(self, module: str, kind: str, shape: tuple[int, ...]) -> Cut | None:
+        first = f"{module}.down_proj_bias" in self._shapes
+        axis, blocks = (CHANNELS_FIRST if first else EXPERTS).get(kind, (0, 0))
+        inner = self._shapes[f"{module}.down_proj"][1 if first else 2]
+        if not blocks or inner % self.share.ranks:
+            return None
+        return Cut(axis, self._blocks(shape[axis], ("inner",) * blocks))
+
+    def _experts(self, name: str) -> int:
+        """How many of the module there are."""
+        module = name[: name.rindex(".experts.") + len(".experts")]
+        return self._shapes[f"{module}.down_proj"][0]
+
+    def _divides(self, module: str) -> bool:
+        unit = CHANNELS[module.rpartition(".")[2]]
+        return unit == "query" or self._shapes[f"{module}.weight"][1] % self.share.ranks == 0
+
+    def _spans(self, size: int, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
+        """Of blocks that make up ``size`` outputs; none of an MLP's that does not divide."""
+        if units[0] == "inner" and size // len(units) % self.share.ranks:
+            return ()
+        return self._blocks(size, units)
+
+    def _blocks(self, size: int, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
+        counts = {"query": self.heads, "kv": self.kv_heads, "inner": 1}
+        each = size // sum(counts[unit] for unit in units)
+        spans, start = [], 0
+        for unit in units:
+            block = counts[unit] * each
+            place = (self.share.rank, self.share.ranks) if unit == "inner" else (self.head.number, self.head.parts)
+            spans.append((start + self._run(block, *place)[0], start + self._run(block, *place)[1]))
+            start += block
+        return tuple(spans)
+
+    def _run(self, size: int, number: int, parts: int, even: bool = True) -> tuple[int, int]:
+        assert not even or size % parts == 0, (size, parts)
+        return number * size // parts, (number + 1) * size // parts
+
+    def _check(self, name: str) -> None:
+        """ModelError for a tensor of a layer of which nothing says what ranks have."""
+        found, shape = _LAYER.search(name), self._shapes[name]
+        if found is None or len(shape) < 2:
+            return
+        module, _, kind = found[1].rpartition(".")
+        own = module.rpartition(".")[2]
+        known = own in OUTPUTS or own in CHANNELS or own in HEAD_NORMS or own in WHOLE
+        if known or (own == "experts" and (kind in EXPERTS or kind in ("gate_up_proj_bias", "down_proj_bias"))):
+            return
+        raise ModelError(
+            f"tensor_parallel_size={self.share.ranks}: nothing says how ranks share {name} out; use "
+            "tensor_parallel_size=1"
+        )
+
+
+def _output_of_attention(name: str) -> bool:
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and CHANNELS.get(module.rpartition(".")[2]) == "query"
