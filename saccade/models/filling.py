@@ -35,8 +35,8 @@ from saccade.ops.matrices import Matrix
 @dataclass(frozen=True)
 class Filled:
     """A checkpoint's weights: ``llama``, if its layers are of that shape, has them, and ``model``'s modules nothing.
-    ``digest``: of all weights, or who finds it; None where modules hold them. ``kept``: matrices that stay plain numbers
-    where others are rounded."""
+    ``digest``: of all weights, or who finds it; None where modules hold them. ``kept``: matrices that stay plain
+    numbers where others are rounded."""
 
     model: Any
     llama: LlamaDecoder | None

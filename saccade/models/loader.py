@@ -108,7 +108,8 @@ def load_model(
     a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``group_rounding.QUANTIZATIONS``:
     matrices are rounded to 4 or 8 bits as they are loaded. ``lora``: a folder of an adapter that is added to them
     before (``models.lora``). ``layers``: the first so many of the model's layers alone. ``share``: a rank's part of it
-    alone, of which alone it reads the files. Raises ModelError, always one line, for a folder that is missing or broken, and for a family or feature that cannot be run correctly.
+    alone, of which alone it reads the files. Raises ModelError, always one line, for a folder that is missing or
+    broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     if layers is not None:
@@ -140,9 +141,9 @@ def load_model(
         notes += rounding_notes(integers, chosen, filled.kept)
         tokenizer = reading.result()
     model.eval()
-    with quiet_transformers():  # which says once of each kernel that is not installed
-        with nullcontext() if share is None else share.apart():
-            spec = _spec(model, family, chosen, llama)
+    alone = nullcontext() if share is None else share.apart()
+    with quiet_transformers(), alone:  # transformers says once of each kernel that is not installed
+        spec = _spec(model, family, chosen, llama)
     whole = spec if parts is None else whole_spec(spec, parts.head.parts)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)

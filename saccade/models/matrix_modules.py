@@ -24,7 +24,10 @@ class QuantisedSource(WeightSource, Protocol):
     """A source that modules are filled from: ``models.gguf_weights``, ``models.packed_weights`` or
     ``models.rounded_weights``."""
 
-    parts: Parts | None  # what a rank has of the weights, which are that alone; None for all
+    @property
+    def parts(self) -> Parts | None:
+        """What a rank has of the weights, which are that alone; None for all."""
+        ...
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """Matrices of the same name of so many experts, or of those of them that the rank has."""

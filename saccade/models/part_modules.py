@@ -1,4 +1,4 @@
-"""transformers' modules whose matrices a rank has a part of (``models.parts``): what joins their outputs, where it is no
+"""transformers' modules of whose matrices a rank has a part (``models.parts``): what joins their outputs where it is no
 product, and the numbers of heads by which they cut what they have made."""
 
 from __future__ import annotations

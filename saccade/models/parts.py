@@ -1,10 +1,10 @@
-"""Which part of each tensor of a model a rank has, where several share it out: one declaration for all families, by what
-transformers calls their modules.
+"""Which part of each tensor of a model a rank has, where several share it out: one declaration for all families, by
+what transformers calls their modules.
 
 Matrices that make heads, or inner channels of an MLP, are cut by their outputs; those that take them in by their
-channels, and what the ranks' products make is added up. Where an MLP's width does not divide evenly each rank has all of
-it. Matrices in groups of channels are not cut across them: of one that takes parts in a rank has outputs, which multiply
-the channels of all ranks. Embedding and head are cut by tokens.
+channels, and what the ranks' products make is added up. Where an MLP's width does not divide evenly each rank has all
+of it. Matrices in groups of channels are not cut across them: of one that takes parts in a rank has outputs, which
+multiply the channels of all ranks. Embedding and head are cut by tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Unit = Literal["query", "kv", "inner"]  # what is shared out: query heads, KV heads, inner channels of an MLP
 
+INNER: tuple[Unit, ...] = ("inner", "inner")
+
 # By the last part of a module's name: what its outputs are, one block after another.
 OUTPUTS: dict[str, tuple[Unit, ...]] = {
     "q_proj": ("query",),
@@ -38,8 +41,8 @@ OUTPUTS: dict[str, tuple[Unit, ...]] = {
     "qkv_proj": ("query", "kv", "kv"),
     "gate_proj": ("inner",),
     "up_proj": ("inner",),
-    "gate_up_proj": ("inner", "inner"),
-    "input_linear": ("inner", "inner"),
+    "gate_up_proj": INNER,
+    "input_linear": INNER,
     "w1": ("inner",),
     "w3": ("inner",),
     "fc1": ("inner",),
@@ -155,7 +158,7 @@ class Parts:
         if cut is None:
             return whole
         edges = sorted({0, whole.outputs, *(edge for span in cut.spans for edge in span)})
-        pieces = dict(zip(edges, whole.split([stop - start for start, stop in zip(edges, edges[1:])])))
+        pieces = dict(zip(edges, whole.split([stop - start for start, stop in pairwise(edges)])))
         runs = [pieces[start] for start, _ in cut.spans]
         return runs[0] if len(runs) == 1 else runs[0].join(runs)
 
@@ -204,7 +207,7 @@ class Parts:
         inner = self._shapes[f"{module}.down_proj"][1 if first else 2]
         if not blocks or inner % self.share.ranks:
             return None
-        return Cut(axis, self._blocks(shape[axis], ("inner",) * blocks))
+        return Cut(axis, self._blocks(shape[axis], INNER[:blocks]))
 
     def _experts(self, name: str) -> int:
         """How many of the module there are."""
@@ -228,7 +231,8 @@ class Parts:
         for unit in units:
             block = counts[unit] * each
             place = (self.share.rank, self.share.ranks) if unit == "inner" else (self.head.number, self.head.parts)
-            spans.append((start + self._run(block, *place)[0], start + self._run(block, *place)[1]))
+            first, stop = self._run(block, *place)
+            spans.append((start + first, start + stop))
             start += block
         return tuple(spans)
 

@@ -1,5 +1,5 @@
-"""How many ranks share a model out, and what a rank is told of that when it loads its part (Megatron-LM; Shoeybi et al.,
-2019, section 3). What is cut, and how, is ``models.parts``'.
+"""How many ranks share a model out, and what a rank is told of that when it loads its part (Megatron-LM; Shoeybi et
+al., 2019, section 3). What is cut, and how, is ``models.parts``'.
 
 A rank has the query heads that read its KV heads. Of more ranks than KV heads several have the same head, with all
 query heads that read it: they attend alike, and divide what the output matrix takes in.
