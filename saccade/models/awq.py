@@ -44,6 +44,7 @@ class Awq(PackedFormat):
     group: int
     name = "AWQ"
     parts = "qweight", "qzeros", "scales"
+    laid = {"qweight": (1, 8), "qzeros": (1, 8), "scales": (1, 1)}
     meaning = "awq"
 
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:

@@ -117,6 +117,11 @@ class PackedInts(PackedFormat):
     more = "weight_shape", "weight_g_idx", "input_zero_point", *OF_ACTIVATIONS
 
     @property
+    def laid(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]
+        """See :class:`PackedFormat`."""
+        return {"weight_packed": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 32 // self.bits)}
+
+    @property
     def parts(self) -> tuple[str, ...]:  # type: ignore[override]
         """See :class:`PackedFormat`."""
         return (
@@ -166,6 +171,7 @@ class Int8(PackedFormat):
     name = "compressed-tensors"
     more = "weight_zero_point", "input_zero_point", *OF_ACTIVATIONS
     parts = "weight", "weight_scale"
+    laid = {"weight": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 1)}
 
     @property
     def meaning(self) -> str:

@@ -28,6 +28,7 @@ class Mxfp4(PackedFormat):
 
     name = "MXFP4"
     parts = "blocks", "scales"
+    laid = {}  # of experts, which are not cut
     meaning = "mxfp4"
 
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:

@@ -60,10 +60,7 @@ class PackedWeights(SafetensorsWeights):
         """See ``llama_weights.WeightSource``. ModelError for a matrix whose numbers cannot be."""
         if name not in self._header.formats:
             return super().matrix(name, bias, use)
-        made = self._made(name, bias)
-        if self.parts is not None:
-            made = self.parts.split(name, made)
-        made = packed(made)
+        made = packed(self._made(name, bias) if self.parts is None else self._part(name, bias, self.parts))
         if isinstance(made, (GroupMatrix, ScaledFp8Matrix)) and self._device.type == "cpu":
             made = made.like([one.clone() for one in made.stored], made.bias)  # by which no file stays mapped
         for part in self._header.parts[name]:
@@ -72,11 +69,27 @@ class PackedWeights(SafetensorsWeights):
 
     def _made(self, name: str, bias: bool | None) -> Matrix:
         """Without a bias where that is None."""
-        read = self._header.formats[name]
-        stored = {part: self.whole(f"{name}.{part}") for part in self._header.parts[name]}
-        held = {part: one.to(self._device) for part, one in stored.items()}
+        return self._of(name, self._held(name), None if bias is None else self._bias(name, bias))
+
+    def _part(self, name: str, bias: bool, parts: Parts) -> Matrix:
+        """What a rank has: of the tensors, or where words or blocks of them hold others' outputs too, of the matrix."""
+        shape = tuple(self._header.shapes.get(f"{name}.weight", ()))  # none of a matrix of one expert, which is whole
+        cut = parts.cut(f"{name}.weight", shape) if shape else None
+        if cut is None:
+            return self._made(name, bias)
+        own = self._header.formats[name].outputs(self._held(name), cut.spans, shape[0])
+        if own is None:
+            return parts.split(name, self._made(name, bias))
+        held = self._bias(name, bias)
+        return self._of(name, own, None if held is None else parts.tensor(f"{name}.bias", held))
+
+    def _held(self, name: str) -> dict[str, Tensor]:
+        return {part: self.whole(f"{name}.{part}") for part in self._header.parts[name]}
+
+    def _of(self, name: str, stored: dict[str, Tensor], bias: Tensor | None) -> Matrix:
+        read, held = self._header.formats[name], {part: one.to(self._device) for part, one in stored.items()}
         try:
-            made = read.matrix(held, None if bias is None else self._bias(name, bias), self._dtype)
+            made = read.matrix(held, bias, self._dtype)
         except SaccadeError as error:
             raise ModelError(f"{self._folder}: {name}: {error}") from error
         return made
