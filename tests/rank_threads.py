@@ -1,5 +1,5 @@
-"""Ranks as threads of the tests' own process, which join over gloo as processes do: for tests of what is computed, since
-a process takes seconds to begin."""
+"""Ranks as threads of the tests' own process, which join over gloo as processes do: for tests of what is computed,
+since a process takes seconds to begin."""
 
 from __future__ import annotations
 

@@ -44,8 +44,12 @@ class Awq(PackedFormat):
     group: int
     name = "AWQ"
     parts = "qweight", "qzeros", "scales"
-    laid = {"qweight": (1, 8), "qzeros": (1, 8), "scales": (1, 1)}
     meaning = "awq"
+
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        return {"qweight": (1, 8), "qzeros": (1, 8), "scales": (1, 1)}
 
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`."""

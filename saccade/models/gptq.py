@@ -80,7 +80,7 @@ class Gptq(PackedFormat):
     more = ("g_idx",)
 
     @property
-    def laid(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]
+    def laid(self) -> dict[str, tuple[int, int]]:
         """See :class:`PackedFormat`."""
         return {"qweight": (1, 1), "qzeros": (1, 32 // self.bits), "scales": (1, 1)}
 

@@ -28,8 +28,12 @@ class Mxfp4(PackedFormat):
 
     name = "MXFP4"
     parts = "blocks", "scales"
-    laid = {}  # of experts, which are not cut
     meaning = "mxfp4"
+
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`: of experts, which are not cut."""
+        return {}
 
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`: of all experts, [experts, outputs, channels]."""

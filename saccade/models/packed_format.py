@@ -35,7 +35,11 @@ class PackedFormat(ABC):
     name: ClassVar[str]  # as people call it
     parts: tuple[str, ...]
     more: tuple[str, ...] = ()
-    laid: Mapping[str, tuple[int, int]]  # by part, the axis along which outputs lie, and how many an entry holds
+
+    @property
+    @abstractmethod
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """By part, the axis along which outputs lie, and how many of them an entry holds."""
 
     @property
     @abstractmethod

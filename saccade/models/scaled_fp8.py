@@ -50,7 +50,7 @@ class ScaledFp8(PackedFormat):
     meaning = "fp8"
 
     @property
-    def laid(self) -> dict[str, tuple[int, int]]:  # type: ignore[override]
+    def laid(self) -> dict[str, tuple[int, int]]:
         """See :class:`PackedFormat`."""
         each = 1 if self.block is None else self.block[0]
         return {"weight": (0, 1), **dict.fromkeys(SCALES, (0, each))}
