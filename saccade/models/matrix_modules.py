@@ -184,8 +184,9 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         made: nn.Module | None = None
         if module is embedding:
             made = MatrixEmbedding(table, dtype, getattr(module, "scalar_embed_scale", None))
-        elif module is head and tied:
-            made = MatrixProduct(table)
+        elif module is head and tied:  # which may have a bias of its own (Phi)
+            bias = None if module.bias is None else source.tensor(f"{name}.bias", "vector")
+            made = MatrixProduct(table if bias is None else table.like(table.stored, bias))
         elif isinstance(module, nn.Embedding):  # of a token for each layer
             rows = source.matrix(name, use="table")
             made = MatrixEmbedding(rows, dtype, getattr(module, "scalar_embed_scale", None))

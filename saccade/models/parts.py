@@ -63,6 +63,7 @@ CHANNELS: dict[str, Unit] = {
 # where weights lie channels first (gpt-oss) gate and up take turns, as a pair of channels.
 EXPERTS = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "down_proj": (2, 1)}
 CHANNELS_FIRST = {"gate_up_proj": (2, 1), "gate_up_proj_bias": (1, 1), "down_proj": (1, 1)}
+ALIGNED = 8  # inner channels of an expert's part: torch multiplies experts by rows of whole 16 bytes
 # Norms of queries and keys: of each head alone, of each with a weight of its own, or of all of them together.
 HEAD_NORMS: dict[str, Unit] = {"q_norm": "query", "k_norm": "kv", "q_layernorm": "query", "k_layernorm": "kv"}
 # What each rank has all of, of two dimensions or more: routers, and gates of shared experts.
@@ -205,7 +206,7 @@ class Parts:
         first = f"{module}.down_proj_bias" in self._shapes
         axis, blocks = (CHANNELS_FIRST if first else EXPERTS).get(kind, (0, 0))
         inner = self._shapes[f"{module}.down_proj"][1 if first else 2]
-        if not blocks or inner % self.share.ranks:
+        if not blocks or inner % (ALIGNED * self.share.ranks):
             return None
         return Cut(axis, self._blocks(shape[axis], INNER[:blocks]))
 
