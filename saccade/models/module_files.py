@@ -55,7 +55,8 @@ class ModuleFiles:
                 if not all(isinstance(one, (MergeModulelist, Concatenate)) for one in converter.operations):
                     raise ModelError(f"{target}: it is put together of tensors in a way that is not read in parts")
                 block = converter.source_patterns.index(pattern)
-                self._apart.add(target)
+                if any(isinstance(one, MergeModulelist) for one in converter.operations):
+                    self._apart.add(target)
             self._blocks[target][block].append(name)
 
     @property
@@ -65,8 +66,8 @@ class ModuleFiles:
 
     def _shape(self, name: str) -> torch.Size:
         sizes = [self._files.shape(block[0]) for block in self._in_order(name)]
-        if name not in self._apart:
-            return sizes[0]
+        if name not in self._apart:  # one below another, if there are several (OLMo hybrid's convolutions)
+            return torch.Size((sum(one[0] for one in sizes), *sizes[0][1:])) if len(sizes[0]) else sizes[0]
         return torch.Size((len(self._blocks[name][0]), sum(one[0] for one in sizes), *sizes[0][1:]))
 
     def _in_order(self, name: str) -> list[list[str]]:
@@ -116,8 +117,9 @@ class ModuleFiles:
         own = slice(None) if experts is None else slice(experts.start, experts.stop)
         blocks = self._in_order(name)
         if name not in self._apart:
-            only = self._files.whole(blocks[0][0])
-            return only if experts is None else only[own]
+            found = [self._files.whole(one) for block in blocks for one in block]
+            whole = found[0] if len(found) == 1 else torch.cat(found)
+            return whole if experts is None else whole[own]
         made = [torch.stack([self._files.whole(one) for one in block[own]]) for block in blocks]
         for one in (one for block in blocks for one in block[own]):
             self._files.read(self._files.whole(one))

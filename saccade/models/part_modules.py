@@ -27,6 +27,9 @@ def share_modules(model: Any, parts: Parts) -> None:
             _norm_all(module, parts)
         elif hasattr(module, "num_key_value_groups"):
             _of_own_heads(module, parts)
+        elif (state := parts.states.get(name)) is not None:
+            for size in state.sizes:
+                setattr(module, size, getattr(module, size) // parts.share.ranks)
 
 
 def _sum(module: nn.Module, parts: Parts) -> None:

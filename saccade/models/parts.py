@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.errors import ModelError
-from saccade.models.families import Family
+from saccade.models.families import Family, keeping_layers
 from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
 from saccade.models.shards import Share, check_family, check_ranks
+from saccade.models.state_parts import StateParts, state_parts
 from saccade.ops.matrices import Matrix
 from saccade.selection.head_part import HeadPart
 
@@ -66,8 +67,8 @@ CHANNELS_FIRST = {"gate_up_proj": (2, 1), "gate_up_proj_bias": (1, 1), "down_pro
 ALIGNED = 8  # inner channels of an expert's part: torch multiplies experts by rows of whole 16 bytes
 # Norms of queries and keys: of each head alone, of each with a weight of its own, or of all of them together.
 HEAD_NORMS: dict[str, Unit] = {"q_norm": "query", "k_norm": "kv", "q_layernorm": "query", "k_layernorm": "kv"}
-# What each rank has all of, of two dimensions or more: routers, and gates of shared experts.
-WHOLE = "gate", "router", "shared_expert_gate"
+# What each rank has all of, of two dimensions or more: routers, gates of shared experts, what stands around experts.
+WHOLE = "gate", "router", "shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -100,14 +101,17 @@ class Parts:
         check_family(family, share.ranks)
         self.share, self._grouped = share, grouped
         config, decoder = model.config, model.get_decoder()
+        self._modules = list(model.named_modules())
         self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        output = next(one for name, one in self._shapes.items() if _output_of_attention(name))
-        check_ranks(share.ranks, self.heads, self.kv_heads, output[1] // self.heads)
+        self.states = self._states(decoder, family, config)
+        output = next(one for name, one in self._shapes.items() if self._ends_attention(name))
+        self._head_dim = output[1] // self.heads
+        check_ranks(share.ranks, self.heads, self.kv_heads, self._head_dim)
         self.head = HeadPart.of(self.kv_heads, share.rank, share.ranks)
         ends = model.get_output_embeddings(), decoder.get_input_embeddings()
-        self._ends = {name for name, one in model.named_modules() if any(one is end for end in ends)}
+        self._ends = {name for name, one in self._modules if any(one is end for end in ends)}
         for name in self._shapes:
             self._check(name)
         if self.head.copies > 1 and share.rank == 0:
@@ -116,6 +120,33 @@ class Parts:
                 "heads that read it",
                 *(self.kv_heads, share.ranks, self.head.copies),
             )
+
+    def _states(self, decoder: Any, family: Family, config: Any) -> dict[str, StateParts | None]:
+        """By modules that keep a state, how ranks share them out; None where their heads do not divide, and each rank
+        has all of one."""
+        made: dict[str, StateParts | None] = {}
+        named = {id(one): name for name, one in self._modules}
+        for place in keeping_layers(family, config):
+            assert family.keeping is not None
+            module = getattr(decoder.layers[place], family.keeping.module)
+            found = state_parts(module)
+            if found is None:
+                raise ModelError(
+                    f"tensor_parallel_size={self.share.ranks}: nothing says how ranks share the states of "
+                    f"{type(module).__name__} out; use tensor_parallel_size=1"
+                )
+            made[named[id(module)]] = found if found.count % self.share.ranks == 0 else None
+        if None in made.values() and self.share.rank == 0:
+            logger.warning(
+                "%d processes cannot share out heads or groups of layers that keep a state: each has all of these",
+                self.share.ranks,
+            )
+        return made
+
+    def _state_of(self, name: str) -> tuple[str, str] | None:
+        """The module that keeps a state which a module or tensor is of, and its name there."""
+        start = next((one for one in self.states if name.startswith(f"{one}.")), None)
+        return None if start is None else (start, name[len(start) + 1 :])
 
     def tensor(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of the tensor ``name``: numbers, or rows of blocks."""
@@ -133,6 +164,8 @@ class Parts:
             first = self.share.rank * each
             grouped = self.grouped(module)
             return None if grouped else Cut(0, ((min(first, shape[0]), min(first + each, shape[0])),), each)
+        if (state := self._state_of(name)) is not None:
+            return self._state_cut(*state, shape)
         if _EXPERT_MATRIX.search(name):
             own = self.own_experts(self._experts(name))
             rows = shape[0] // self._experts(name)  # of each, where those of all lie below one another
@@ -152,6 +185,25 @@ class Parts:
                 return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
             return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),)) if kind == "weight" else None
         return None
+
+    def _state_cut(self, start: str, own: str, shape: tuple[int, ...]) -> Cut | None:
+        parts = self.states[start]
+        module, _, kind = own.rpartition(".")
+        if parts is None:
+            return None
+        if module in parts.channels:
+            if self.grouped(f"{start}.{module}"):
+                return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
+            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),)) if kind == "weight" else None
+        blocks = parts.outputs.get(module or kind)
+        if blocks is None or sum(blocks) != shape[0]:  # a norm of each head
+            return None
+        spans, first = [], 0
+        for size in blocks:
+            begin, end = self._run(size, self.share.rank, self.share.ranks)
+            spans.append((first + begin, first + end))
+            first += size
+        return Cut(0, tuple(spans))
 
     def split(self, module: str, whole: Matrix) -> Matrix:
         """This rank's outputs of a matrix in groups that was made whole."""
@@ -173,10 +225,15 @@ class Parts:
                 return own
             tokens = self._shapes[f"{module}.weight"][0]
             return VocabularyMatrix(own, rank * own.outputs, tokens, join)
-        name = module.rpartition(".")[2]
-        if name not in CHANNELS or not self._divides(module):
+        name, copy = module.rpartition(".")[2], (0, 1)
+        if (state := self._state_of(module)) is not None:
+            parts = self.states[state[0]]
+            if parts is None or name not in parts.channels:
+                return own
+        elif name not in CHANNELS or not self._divides(module):
             return own
-        copy = (rank % self.head.copies, self.head.copies) if CHANNELS[name] == "query" else (0, 1)
+        elif CHANNELS[name] == "query":
+            copy = rank % self.head.copies, self.head.copies
         if self.grouped(module):
             return GatheredMatrix(own, self._shapes[f"{module}.weight"][0], join, copy)
         return SummedMatrix(own if rank == 0 else own.like(own.stored, None), join, copy)
@@ -199,8 +256,7 @@ class Parts:
         if unit is None:
             return False
         heads, (size, *more) = (self.heads if unit == "query" else self.kv_heads), self._shapes[f"{module}.weight"]
-        output = next(one for name, one in self._shapes.items() if _output_of_attention(name))
-        return not more and heads > 1 and size == heads * (output[1] // self.heads)
+        return not more and heads > 1 and size == heads * self._head_dim
 
     def _experts_cut(self, module: str, kind: str, shape: tuple[int, ...]) -> Cut | None:
         first = f"{module}.down_proj_bias" in self._shapes
@@ -248,6 +304,10 @@ class Parts:
             return
         module, _, kind = found[1].rpartition(".")
         own = module.rpartition(".")[2]
+        if (state := self._state_of(name)) is not None:
+            parts = self.states[state[0]]
+            if parts is None or own in parts.channels or (state[1].rpartition(".")[0] or kind) in parts.outputs:
+                return
         known = own in OUTPUTS or own in CHANNELS or own in HEAD_NORMS or own in WHOLE
         if known or (own == "experts" and (kind in EXPERTS or kind in ("gate_up_proj_bias", "down_proj_bias"))):
             return
@@ -256,7 +316,7 @@ class Parts:
             "tensor_parallel_size=1"
         )
 
-
-def _output_of_attention(name: str) -> bool:
-    module, _, kind = name.rpartition(".")
-    return kind == "weight" and CHANNELS.get(module.rpartition(".")[2]) == "query"
+    def _ends_attention(self, name: str) -> bool:
+        module, _, kind = name.rpartition(".")
+        unit = CHANNELS.get(module.rpartition(".")[2])
+        return kind == "weight" and unit == "query" and self._state_of(name) is None

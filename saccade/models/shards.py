@@ -64,8 +64,8 @@ def why_whole(family: Family) -> str | None:
         return "stores latents, which all heads share"
     if family.shares_keys or family.heads_by_layer:
         return "has layers that read others' keys, or heads of other sizes"
-    if family.keeping is not None:
-        return "has layers that keep a state"
+    if family.keeping is not None and family.keeping.attend:
+        return "has layers that attend and keep a state"
     return None
 
 
