@@ -54,13 +54,14 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
 class Start(NamedTuple):
-    """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
-    torch."""
+    """What a rank is given first. ``blocks``: of its KV pool, and ``states``: of slots for states of layers that keep
+    one; ``length``: of the longest sequence; ``threads``: of torch."""
 
     config: EngineConfig
     rank: int
     store: str
     blocks: int
+    states: int | None
     length: int
     exact: bool
     threads: int
@@ -98,7 +99,9 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length
             start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
         )
         link.processes.append(process)
-        start = Start(config, rank, str(link.store_path), pool.num_blocks, length, exact, torch.get_num_threads())
+        states = None if pool.states is None else pool.states.slots
+        sizes = pool.num_blocks, states, length
+        start = Start(config, rank, str(link.store_path), *sizes, exact, torch.get_num_threads())
         send(process, pickle.dumps(start))
     link.join()
 
@@ -121,7 +124,9 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         release(device)
         spec = model.spec
         memory = start.blocks * layout_of(config, model).block_bytes
-        pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)
+        pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length, start.states)
+        if pool.states is not None and config.enable_prefix_caching:
+            pool.states.block = pool.format.block_size  # as of the first rank's PrefixCache
         model.runner.turn_keys(pool.format.turned)
         part = replace(model.part, gather=lambda name, own: gather_named(group[0], name, own))
         calibrations = Calibrations(spec, model.path, part)

@@ -28,6 +28,8 @@ from saccade.models.parts import Parts
 from saccade.ops.matrices import DenseMatrix, Matrix
 
 _EMBEDDINGS = "model.embed_tokens.weight", "model.embeddings.weight"  # which a head that is not stored is
+# How: experts' one behind another, gate above up; or tensors one below another (OLMo hybrid's convolutions).
+_PUT_TOGETHER = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)]
 _EXPERT_MATRIX = re.compile(r"(.+\.experts)\.(gate|up|down)\.(weight|bias)$")
 
 
@@ -52,10 +54,11 @@ class ModuleFiles:
             block = 0
             if pattern is not None:
                 converter = next(one for one in converters if pattern in one.source_patterns)
-                if not all(isinstance(one, (MergeModulelist, Concatenate)) for one in converter.operations):
+                kinds = [(type(one), getattr(one, "dim", None)) for one in converter.operations]
+                if kinds not in _PUT_TOGETHER:
                     raise ModelError(f"{target}: it is put together of tensors in a way that is not read in parts")
                 block = converter.source_patterns.index(pattern)
-                if any(isinstance(one, MergeModulelist) for one in converter.operations):
+                if (MergeModulelist, 0) in kinds:
                     self._apart.add(target)
             self._blocks[target][block].append(name)
 
@@ -66,7 +69,7 @@ class ModuleFiles:
 
     def _shape(self, name: str) -> torch.Size:
         sizes = [self._files.shape(block[0]) for block in self._in_order(name)]
-        if name not in self._apart:  # one below another, if there are several (OLMo hybrid's convolutions)
+        if name not in self._apart:
             return torch.Size((sum(one[0] for one in sizes), *sizes[0][1:])) if len(sizes[0]) else sizes[0]
         return torch.Size((len(self._blocks[name][0]), sum(one[0] for one in sizes), *sizes[0][1:]))
 

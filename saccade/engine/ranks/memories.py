@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.memory.memories import Memories
-from saccade.engine.memory.saved_memory import SavedMemory
+from saccade.engine.memory.saved_memory import KEPT, OLDER, SavedMemory
 from saccade.engine.memory.sequence_memory import Cut
 from saccade.engine.ranks.link import Group, RankLink, RanksLost
 from saccade.engine.ranks.messages import (
@@ -24,6 +24,8 @@ from saccade.engine.ranks.messages import (
     Load,
     LoadRows,
     Message,
+    Pin,
+    Rest,
     Save,
     SaveRows,
     Settled,
@@ -60,10 +62,32 @@ class SharedMemories(Memories):
         learns: bool = False,
         holds: bool = False,
     ) -> bool:
+        tells = Truncate(sequence, length, cut, stored, learns, holds)
+        if self[sequence].kept is not None:  # rows may be done again to its layers' states, by all ranks together
+            self._tell(tells)
+            return super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
         stood = super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
         if stood:  # else it was freed, which has been told
-            self._tell(Truncate(sequence, length, cut, stored, learns, holds))
+            self._tell(tells)
         return stood
+
+    def resume(self, sequence: int, stored: int, good: Callable[[int], bool]) -> int:
+        left = super().resume(sequence, stored, good)
+        if left != stored:
+            self._tell(Truncate(sequence, left, Cut.RESUMED, stored, False, False))
+        return left
+
+    def pin(self, sequence: int, stored: int) -> None:
+        kept = self[sequence].kept
+        moves = kept is not None and not kept.stands(stored)
+        super().pin(sequence, stored)
+        if moves:
+            self._tell(Pin(sequence, stored))
+
+    def rest(self, sequence: int) -> None:
+        super().rest(sequence)
+        if (memory := self.get(sequence)) is not None and memory.kept is not None:
+            self._tell(Rest(sequence))
 
     def free(self, sequence: int, closes: bool = False) -> None:
         super().free(sequence, closes)
@@ -92,11 +116,22 @@ class SharedMemories(Memories):
                 f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
             )
         made = super().save(sequence, segment)
-        tensors = self._whole(Save(sequence, segment), made.tensors)
+        whole = self._whole(Save(sequence, segment), made.tensors)
+        tensors = {name: one for name, one in whole.items() if not name.startswith((f"{KEPT}/", f"{OLDER}/"))}
         return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._heads.parts})
 
     def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
         return self._whole(SaveRows(sequence, start, stop), super().save_rows(sequence, start, stop))
+
+    def save_snapshot(self, sequence: int, length: int) -> dict[str, Tensor] | None:
+        """None: states of the model's layers are each rank's own, and computed again."""
+        return None
+
+    def load_kept(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        """They are computed again."""
+
+    def load_snapshot(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        """They are computed again."""
 
     def check_policies(self, policies: Iterable[Policy]) -> None:
         for policy in policies:

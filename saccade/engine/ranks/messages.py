@@ -118,6 +118,19 @@ class ForgetStates(NamedTuple):
     sequence: int
 
 
+class Pin(NamedTuple):
+    """See ``Memories.pin``."""
+
+    sequence: int
+    stored: int
+
+
+class Rest(NamedTuple):
+    """See ``Memories.rest``."""
+
+    sequence: int
+
+
 class Free(NamedTuple):
     """See ``Memories.free``."""
 
@@ -170,6 +183,8 @@ Message = (
     | ForgetStates
     | Fork
     | Truncate
+    | Pin
+    | Rest
     | Free
     | Save
     | SaveRows

@@ -44,8 +44,10 @@ from saccade.engine.ranks.messages import (
     LoadRows,
     Look,
     Message,
+    Pin,
     RecordStep,
     Replay,
+    Rest,
     Run,
     Save,
     SaveRows,
@@ -311,6 +313,10 @@ class OtherRank(RankWorker):
             elif isinstance(message, Truncate):
                 sequence, length, cut, stored, learns, holds = message
                 memories.truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
+            elif isinstance(message, Pin):
+                memories.pin(*message)
+            elif isinstance(message, Rest):
+                memories.rest(*message)
             else:
                 memories.free(*message)
 
