@@ -22,9 +22,15 @@ from saccade.models.shards import Share, why_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:no kernel here", "ignore:channels of weights", "ignore:quantize=")
 SERVED = [family for family in CONFIGS if why_whole(FAMILIES[family]) is None]
-SHORT = "phi3", "mixtral", "gemma3_text", "gpt_oss", "olmo2", "glm4_moe", "cohere", "granitemoe"
+SHORT = "phi3", "mixtral", "gemma3_text", "gpt_oss", "olmo2", "glm4_moe", "cohere", "qwen3_next", "bamba"
+MAMBA = [family for family in CONFIGS if "mamba_n_heads" in CONFIGS[family]]
 POLICIES = "dense", "flexprefill(min_budget=0)+quest(budget=64)"
 WIDER = {"max_position_embeddings": 512, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def wider(family: str, kv_heads: int) -> dict[str, int]:
+    """Sizes that four ranks can share; Mamba's heads divide its width."""
+    return {**WIDER, "num_key_value_heads": kv_heads} | ({"hidden_size": 96} if family in MAMBA else {})
 
 
 @pytest.fixture
@@ -54,14 +60,14 @@ def thorough_but(short, every):
 
 @pytest.mark.parametrize("family", thorough_but(SHORT, SERVED))
 def test_two_ranks(family, tmp_path, threads):
-    ask(make_checkpoint(family, tmp_path, **{**WIDER, "num_key_value_heads": 2}), (1, 2))
+    ask(make_checkpoint(family, tmp_path, **wider(family, 2)), (1, 2))
 
 
-@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "gemma2"), SERVED))
+@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "granitemoehybrid"), SERVED))
 def test_four_ranks(family, tmp_path, threads):
     """Of four KV heads, and of two, which two ranks have each."""
-    ask(make_checkpoint(family, tmp_path / "four", **WIDER), (1, 4), POLICIES[1:])
-    ask(make_checkpoint(family, tmp_path / "two", **{**WIDER, "num_key_value_heads": 2}), (1, 4), POLICIES[1:])
+    ask(make_checkpoint(family, tmp_path / "four", **wider(family, 4)), (1, 4), POLICIES[1:])
+    ask(make_checkpoint(family, tmp_path / "two", **wider(family, 2)), (1, 4), POLICIES[1:])
 
 
 @pytest.mark.thorough
@@ -85,10 +91,16 @@ def test_random_configs(family, seed, tmp_path, threads):
     }
     if "head_dim" in CONFIGS[family]:
         sizes["head_dim"] = head_dim
+    if family in MAMBA:
+        sizes |= {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 2}
     if "moe_intermediate_size" in CONFIGS[family]:
         sizes["moe_intermediate_size"] = drawn.choice([16, 20, 64])
     folder = make_checkpoint(family, tmp_path, seed=seed, **sizes)
-    ask(folder, (1, drawn.choice([2, kv_heads])), (*POLICIES, drawn.choice(["psa(epsilon=0.3)", "lfps", "topk(k=24)"])))
+    ask(
+        folder,
+        (1, drawn.choice([2, sizes["num_key_value_heads"]])),
+        (*POLICIES, drawn.choice(["psa(epsilon=0.3)", "lfps", "topk(k=24)"])),
+    )
 
 
 @pytest.mark.thorough
@@ -97,13 +109,13 @@ def test_random_configs(family, seed, tmp_path, threads):
 def test_processes(family, count, tmp_path, monkeypatch):
     """As threads, and as those of tests/test_ranks.py, processes."""
     monkeypatch.setattr(ranks, "subprocess", fork_server.SUBPROCESS)
-    ask(make_checkpoint(family, tmp_path, **WIDER), (1, count))
+    ask(make_checkpoint(family, tmp_path, **wider(family, 4)), (1, count))
 
 
 def test_families_that_do_not_go_are_named(tmp_path):
     refused = {family: why_whole(FAMILIES[family]) for family in FAMILIES if why_whole(FAMILIES[family])}
     assert len(refused) + len(SERVED) == len(FAMILIES)
-    for family in ("deepseek_v2", "gemma4_text", "lfm2"):
+    for family in ("deepseek_v2", "gemma4_text", "falcon_h1"):
         folder = make_checkpoint(family, tmp_path / family)
         with pytest.raises(ModelError, match=rf"=2 does not go with {family}, which {refused[family]}; use .*size=1"):
             load_model(folder, share=Share(0, 2, lambda: None))
