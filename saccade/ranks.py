@@ -34,9 +34,9 @@ from saccade.engine.ranks.link import (
     send,
     steps_path,
 )
+from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
-from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import brief

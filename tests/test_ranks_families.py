@@ -77,8 +77,8 @@ def test_random_configs(family, seed, tmp_path, threads):
     drawn = random.Random(f"{family} {seed}")
     experts = "num_experts_per_tok" in CONFIGS[family]
     kv_heads = drawn.choice([2, 4])
-    heads = kv_heads * drawn.choice([1, 2, 3])
-    head_dim = drawn.choice([8, 16])  # random logits of wider models differ by more than 1e-4 in float32 alone
+    heads = kv_heads * drawn.choice([1, 2])
+    head_dim = drawn.choice([8, 16])  # wider random models are 2e-3 from float64 by themselves
     sizes = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -96,11 +96,8 @@ def test_random_configs(family, seed, tmp_path, threads):
     if "moe_intermediate_size" in CONFIGS[family]:
         sizes["moe_intermediate_size"] = drawn.choice([16, 20, 64])
     folder = make_checkpoint(family, tmp_path, seed=seed, **sizes)
-    ask(
-        folder,
-        (1, drawn.choice([2, sizes["num_key_value_heads"]])),
-        (*POLICIES, drawn.choice(["psa(epsilon=0.3)", "lfps", "topk(k=24)"])),
-    )
+    count = drawn.choice([2, sizes["num_key_value_heads"]])
+    ask(folder, (1, count), (*POLICIES, drawn.choice(["psa(epsilon=0.3)", "lfps", "topk(k=24)"])))
 
 
 @pytest.mark.thorough
