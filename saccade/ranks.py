@@ -54,17 +54,17 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
 class Start(NamedTuple):
-    """What a rank is given first. ``blocks``: of its KV pool, and ``states``: of slots for states of layers that keep
-    one; ``length``: of the longest sequence; ``threads``: of torch."""
+    """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
+    torch; ``states``: slots for those of layers that keep one."""
 
     config: EngineConfig
     rank: int
     store: str
     blocks: int
-    states: int | None
     length: int
     exact: bool
     threads: int
+    states: int | None = None
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length
         )
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
-        sizes = pool.num_blocks, states, length
-        start = Start(config, rank, str(link.store_path), *sizes, exact, torch.get_num_threads())
+        place = config, rank, str(link.store_path)
+        start = Start(*place, pool.num_blocks, length, exact, torch.get_num_threads(), states)
         send(process, pickle.dumps(start))
     link.join()
 
