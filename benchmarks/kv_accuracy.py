@@ -39,9 +39,11 @@ def main() -> None:
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--skip", type=int, default=4000, help="tokens at the text's begin")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--formats", default="auto;int8;int8, kv_rotate=False")
     asked = parser.parse_args()
-    options: dict[str, Any] = {"dtype": asked.dtype, "threads": asked.threads, "kv_memory": "512MiB", "device": "cpu"}
+    options: dict[str, Any] = {"dtype": asked.dtype, "threads": asked.threads, "kv_memory": "512MiB"}
+    options["device"] = asked.device
     engines = {name: LLM(asked.model, **options, **FORMATS[name]) for name in asked.formats.split(";")}
     first = next(iter(engines.values()))
     ids = first.encode(asked.text.read_text(encoding="utf-8"))[asked.skip :]
@@ -54,7 +56,7 @@ def main() -> None:
             break
         truth: Tensor | None = None
         for name, llm in engines.items():
-            found = torch.cat([torch.log_softmax(part, -1) for part in logits(llm, window, asked.policy)])
+            found = torch.cat([torch.log_softmax(part, -1).cpu() for part in logits(llm, window, asked.policy)])
             target = torch.tensor(window[1:])
             losses[name].append(-found[: len(target)].gather(1, target[:, None])[:, 0].double())
             if truth is None:
@@ -63,7 +65,7 @@ def main() -> None:
             agreed[name] += int((truth.argmax(-1) == found.argmax(-1)).sum())
             del found
     plain = torch.cat(losses[next(iter(engines))])
-    print(f"{asked.model}, {asked.dtype}, {asked.policy}: {len(plain)} tokens of {asked.text.name}")
+    print(f"{asked.model}, {asked.dtype}, {asked.device}, {asked.policy}: {len(plain)} tokens of {asked.text.name}")
     for name in engines:
         loss, kl = torch.cat(losses[name]), torch.cat(diverged[name])
         off = loss - plain

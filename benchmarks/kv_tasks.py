@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--together", type=int, default=1, help="samples of a worker that are answered at once")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kv-memory", default="512MiB", help="of each engine; more for samples that share steps")
     parser.add_argument("--limit", type=int, help="the first so many samples of each task")
     parser.add_argument("--out", type=Path, default=Path("eval-results/kv"))
     asked = parser.parse_args()
@@ -49,9 +51,9 @@ def main() -> None:
                 model=asked.model,
                 dtype=asked.dtype,
                 threads=asked.threads,
-                device="cpu",
+                device=asked.device,
                 kv_dtype=format,
-                kv_memory="512MiB",
+                kv_memory=asked.kv_memory,
             )
         )
         with load(config, asked.together) as llm:
@@ -77,7 +79,7 @@ def scores(folder: Path) -> Scores:
 
 def report(asked: argparse.Namespace, found: dict[str, Scores]) -> None:
     first, *others = found
-    print(f"{asked.model}, {asked.dtype}, {asked.policy}, {asked.length} tokens; points of 100")
+    print(f"{asked.model}, {asked.dtype}, {asked.device}, {asked.policy}, {asked.length} tokens; points of 100")
     print(f"| task | questions | samples | {first} | kv_dtype | points | minus {first} [95 %] | better, worse |")
     print("|---|---:|---:|---:|---|---:|---|---|")
     for other in others:

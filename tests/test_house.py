@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,3 +79,27 @@ def test_files_that_texts_name_exist():
             if not named.exists() and not (path.parent / match[0]).exists():
                 missing.append(f"{path.relative_to(TREE)}: {match[0]}")
     assert not missing, "\n".join(missing)
+
+
+def test_the_house_in_numbers(tmp_path):
+    """``tools/house.py`` finds circles, annotations' among them, and prints this tree's."""
+    package = tmp_path / "saccade"
+    (package / "engine").mkdir(parents=True)
+    (tmp_path / "csrc").mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "engine" / "__init__.py").write_text("")
+    (package / "engine" / "one.py").write_text("from saccade.engine.two import Two\n")
+    two = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from saccade.engine.one import One\n\n\ndef late():\n"
+    )
+    (package / "engine" / "two.py").write_text(two + "    import saccade.engine.three\n")
+    (package / "engine" / "three.py").write_text("import saccade.engine.one\n")
+    found = [numbers(root) for root in (tmp_path, TREE)]
+    assert "circles of imports in engine/      1 of [2] files" in found[0]
+    assert "entries of engine/                 3" in found[0]
+    assert "circles of imports in engine/      0 of [] files" in found[1]
+
+
+def numbers(root: Path) -> str:
+    tool = [sys.executable, str(TREE / "tools/house.py"), str(root)]
+    return subprocess.run(tool, capture_output=True, text=True, check=True, timeout=120).stdout

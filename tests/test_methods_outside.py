@@ -121,6 +121,7 @@ def select(self: Method, chunk: Chunk, *_: Any) -> Selection:
         (make(name="mine", phases=("window",), select_decode=select), "must be a tuple out of prefill, decode"),
         (make(name="mine", phases=("prefill", "decode"), select_decode=select), "has no select_prefill"),
         (make(name="mine", phases=("decode",), select_decode=select, __annotations__={"k": int}), "no default"),
+        (make(ScoredBlocks, name="mine"), "a ScoredBlocks without a score"),
     ],
 )
 def test_what_no_policy_could_be_made_of_is_refused(tidy, part, said):
@@ -128,6 +129,12 @@ def test_what_no_policy_could_be_made_of_is_refused(tidy, part, said):
     with pytest.raises(PolicyError, match=said):
         saccade.register(part)
     assert before == KNOWN
+
+
+def test_a_scored_method_is_registered_with_a_score_or_a_choice_of_its_own(tidy):
+    saccade.register(make(ScoredBlocks, name="mine", score=lambda self, query, q, summary: summary.mean((1, 3)).T))
+    assert Policy.parse("mine(budget=64)").decode.budget == 64
+    saccade.register(make(make(ScoredBlocks, name="mine"), select_decode=select))
 
 
 def test_a_class_that_is_defined_again_replaces_the_one_before(tidy):

@@ -6,6 +6,7 @@ import json
 import re
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +52,21 @@ def test_logits_whole_and_in_ragged_chunks(pair):
     texts = {"a": random_ids(33, seed=2), "b": random_ids(12, seed=3)}
     for name, ids in texts.items():
         whole = run_packed(ours.runner, DenseStore(), {name: ids})[name]
-        torch.testing.assert_close(whole, oracle_logits(theirs, ids), **CLOSE)
+        as_exact(whole, theirs, ids)
     first = run_packed(ours.runner, store, {"a": texts["a"][:10], "b": texts["b"]}, {"a": 33, "b": 12})
     rest = run_packed(ours.runner, store, {"a": texts["a"][10:]}, {"a": 33})
-    torch.testing.assert_close(torch.cat([first["a"], rest["a"]]), oracle_logits(theirs, texts["a"]), **CLOSE)
-    torch.testing.assert_close(first["b"], oracle_logits(theirs, texts["b"]), **CLOSE)
+    as_exact(torch.cat([first["a"], rest["a"]]), theirs, texts["a"])
+    as_exact(first["b"], theirs, texts["b"])
+
+
+def as_exact(found: torch.Tensor, theirs: Any, ids: list[int]) -> None:
+    """``found``, float32 logits, are transformers' own within 1e-4; where a gated norm divides by next to nothing, its
+    float64's within 1e-4, or twice what transformers' float32 is off."""
+    given = oracle_logits(theirs, ids)
+    if not torch.allclose(found, given, **CLOSE):
+        exact = oracle_logits(deepcopy(theirs).double(), ids)
+        off, own = (float((one - exact).abs().max()) for one in (found, given))
+        assert off <= max(CLOSE["atol"], 2 * own), (off, own)
 
 
 def test_greedy_tokens_of_a_batch_and_a_second_turn(pair):

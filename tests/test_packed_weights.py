@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from saccade.errors import ModelError
 from saccade.models import compressed
 from saccade.models.baseline import TransformersModel
 from saccade.models.checkpoint import open_checkpoint, weight_files
-from saccade.models.facts import facts_of
+from saccade.models.facts import ModelFacts, RefusedModel, described, facts_of
 from saccade.models.headers import described_model
 from saccade.models.hf_config import checked_config
 from saccade.models.llama_weights import MATRICES, read_weights
@@ -68,6 +69,31 @@ def test_families_that_transformers_modules_run(family, name, tmp_path):
     """Experts, too, each of which has its own tensors."""
     made = make_checkpoint(family, tmp_path / "made", **SIZES)
     same_as(quantise(made, tmp_path / name, FOLDERS[name])[1], tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "buffer"),
+    [
+        ("gemma3n_text", {}, "per_layer_projection_scale"),
+        ("gemma4_text", {"enable_moe_block": False, "num_experts": None}, None),
+        ("gemma3_text", {}, None),
+    ],
+)
+def test_info_and_the_loader_refuse_the_same_families(family, sizes, buffer, tmp_path):
+    """With the files, and by config.json alone: a model with a buffer that neither files hold nor modules make."""
+    made = make_checkpoint(family, tmp_path / "made", **SIZES, **sizes)
+    folder, theirs = quantise(made, tmp_path / "awq", FOLDERS["awq"])
+    (tmp_path / "alone").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "alone")
+    told = [described(folder), described(tmp_path / "alone")]
+    if buffer is None:
+        assert all(isinstance(one, ModelFacts) for one in told)
+        same_as(theirs, folder)
+        return
+    with pytest.raises(ModelError, match=f"{family}: quantised files are not read of a model with a ({buffer})") as no:
+        load_model(folder)
+    assert all(isinstance(one, RefusedModel) and one.reason == str(no.value) for one in told)
+    assert isinstance(described(made), ModelFacts)
 
 
 def test_mxfp4_of_gpt_oss(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import fmean
 
@@ -234,12 +234,25 @@ def test_the_page_is_that_of_its_rows():
     assert (DOCS / "results/paper-figures.md").read_text(encoding="utf-8") == paper_page.page(rows)
 
 
+def claims() -> dict[str, list[list[str]]]:
+    """The rows of every claim, as cells, by the heading of their table."""
+    found: dict[str, list[list[str]]] = {}
+    for page in ("claims-prefill.md", "claims-decode.md"):
+        for part in (DOCS / "results" / page).read_text(encoding="utf-8").split("\n## Every claim of ")[1:]:
+            title, _, body = part.partition("\n")
+            table = [line for line in body.splitlines() if line.startswith("| ") and not line.startswith("| claim")]
+            found[title] = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in table]
+    return found
+
+
 def test_figures_of_three_models_in_the_claims_are_measured_ones():
-    """``0.69 / 0.69 / 0.58``: S, Q and G of one line of the data."""
+    """``0.69 / 0.69 / 0.58``: SmolLM2, Qwen2.5-Coder and Gemma-3 of one line of the data."""
     known = [own for own in means().values() if len(own) == len(paper_page.MODELS)]
+    rows = TRIPLE.findall("\n".join(cell for table in claims().values() for row in table for cell in row))
+    assert len(rows) > 60
     said = TRIPLE.findall((DOCS / "claims.md").read_text(encoding="utf-8"))
-    assert len(said) > 60
-    for *numbers, percent in said:
+    assert said
+    for *numbers, percent in [*rows, *said]:
         factor = 100 if percent else 1
         assert any(
             all(
@@ -251,13 +264,9 @@ def test_figures_of_three_models_in_the_claims_are_measured_ones():
 
 
 def test_every_row_of_the_claims_says_on_what_it_was_measured():
-    rows = [
-        [cell.strip() for cell in line.strip("| \n").split(" | ")]
-        for line in (DOCS / "claims.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ") and not line.startswith("| claim")
-    ]
+    rows = [cells for table in claims().values() for cells in table]
     assert len(rows) > 70
-    kinds = {"S", "Q", "G", "toy", "synthetic", "random weights", "costs"}
+    kinds = {"SmolLM2", "Qwen", "Gemma", "toy", "synthetic", "random weights", "costs"}
     for cells in rows:
         assert len(cells) == 6, cells[0]
         on = {re.sub(r" \(.*?\)", "", one) for one in cells[3].split(", ")}
@@ -265,6 +274,21 @@ def test_every_row_of_the_claims_says_on_what_it_was_measured():
         if on == {"-"}:
             assert cells[4] in ("*larger*", "*not measured*", "*not built*", "*a picture*", "no"), cells[0]
             assert cells[5], cells[0]
+
+
+def test_verdicts_are_counted_right():
+    """The summary's table counts the verdicts of the rows; its first paragraph adds them up."""
+    verdicts = ("yes", "partly", "no")
+    counted = {}
+    for title, rows in claims().items():
+        own = Counter(cells[4] if cells[4] in verdicts else "other" for cells in rows)
+        counted[title.lower()] = [own[one] for one in (*verdicts, "other")]
+    page = (DOCS / "claims.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (\w+)[^|]*\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert {name.lower(): list(map(int, numbers)) for name, *numbers in table} == counted
+    yes, partly, no, other = map(sum, zip(*counted.values()))
+    said = re.search(r"papers' (\d+) claims.*? (\d+) hold.*?, (\d+) in direction.*? for (\d+)\s", page, re.DOTALL)
+    assert [*map(int, said.groups())] == [yes + partly + no + other, yes, partly, no]
 
 
 def test_lines_and_what_a_selection_keeps_are_those_of_loops(run):

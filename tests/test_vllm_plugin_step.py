@@ -1,5 +1,5 @@
 """How the plugin parts a step of vLLM's: with vLLM's own classes, whose kernels a plain loop stands in for. Needs an
-environment with vLLM, for a CPU too (docs/vllm.md)."""
+environment with vLLM, for a CPU too (docs/from-vllm.md)."""
 
 from __future__ import annotations
 

@@ -24,5 +24,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in OUTSIDE.values():
         return re.sub(r"\]\(docs/", "](", markdown)
     for name, inside in OUTSIDE.items():
-        markdown = markdown.replace(f"](../{name}", f"]({inside}")
+        markdown = markdown.replace(f"](../../{name}", f"](../{inside}").replace(f"](../{name}", f"]({inside}")
     return markdown

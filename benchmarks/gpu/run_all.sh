@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Tests and measures the GPU backend in one call, in under ten minutes and without a network. Results go to $OUT
 # (default: benchmarks/gpu/results): one json a part as it runs, and report.md at the end. A part that fails or takes too
-# long does not stop the next.
+# long does not stop the next. Parts that run only when named: kernels (the C++ kernels, built in place; tiers, states
+# saved and CPU peers need them), gather, tiers, ranks (two GPUs), codes (keys and values in 8 bits), answers (those
+# formats on pretrained models: MODELS, folders; TEXT, a book), latents (their CPU kernels beside the limit).
 set -u
 here="$(cd "$(dirname "$0")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
@@ -29,6 +31,26 @@ for name in $wanted; do
         tests) part tests 100 bash "$here/run_tests.sh" ;;
         prefill) part prefill 175 "$python" "$here/prefill.py" ;;
         decode) part decode 60 "$python" "$here/decode.py" ;;
+        kernels) part kernels 200 bash -c "cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release \
+            -DPython_EXECUTABLE=\$(command -v $python) -DSKBUILD_PROJECT_NAME=saccade -DSKBUILD_PROJECT_VERSION=0 \
+            -Dnanobind_ROOT=\$($python -m nanobind --cmake_dir) && cmake --build build/gpu && cp build/gpu/*.so saccade/" ;;
+        ranks)
+            part ranks_tests 170 "$python" -m pytest -p no:cacheprovider -q --tb=short -rf tests/gpu/test_gpu_ranks.py
+            part ranks 360 "$python" benchmarks/tensor_parallel.py ;;
+        codes)
+            part codes_tests 200 "$python" -m pytest -p no:cacheprovider -q --tb=line -rf tests/gpu/test_gpu_kv_codes.py
+            part codes 150 "$python" "$here/kv_formats.py" ;;
+        answers)
+            for model in ${MODELS:?folders of pretrained models}; do
+                part "answers-$(basename "$model")" 150 "$python" benchmarks/kv_tasks.py --model "$model" --device cuda \
+                    --kv-memory 8GiB --together 16 --formats "${FORMATS:-auto,int8,fp8}" --length 4096 --samples 58 \
+                    --task natural:questions --task natural:facts --task ruler:niah_single_1 \
+                    --task ruler:niah_single_2_prose --task ruler:niah_single_3_prose --task ruler:niah_multikey_1_prose \
+                    --task ruler:niah_multivalue_prose --task ruler:niah_multiquery_prose --task ruler:niah_multikey_2
+                part "drift-$(basename "$model")" 60 "$python" benchmarks/kv_accuracy.py --model "$model" --device cuda \
+                    --dtype bfloat16 --text "${TEXT:?a book}" --length 2048 --windows 10 --formats "auto;int8;fp8"
+            done ;;
+        latents) part latents 120 "$python" benchmarks/latents.py --threads "$(nproc)" --heads 128 64 32 16 ;;
         gather) part gather 60 "$python" "$here/gather.py" ;;
         tiers) part tiers 150 "$python" "$here/tiers.py" long ;;
         reference) part reference 60 "$python" "$here/reference.py" ;;

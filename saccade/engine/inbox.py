@@ -1,4 +1,4 @@
-"""What the engine's thread works on: letters come in, steps run, outputs go to their readers."""
+"""The work of the engine's thread: it takes messages from the inbox, runs steps, and sends outputs to their readers."""
 
 from __future__ import annotations
 

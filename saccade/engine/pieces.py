@@ -147,7 +147,7 @@ def _copy(sequence: Sequence | None, piece: CopyRows | CopyState) -> dict[str, T
 def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
     kv = sequence.kv
     if kv.length != piece.start:
-        return SaccadeError("others needed its blocks while it was restored")
+        return SaccadeError("its blocks went to other requests while it was restored")
     try:
         if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
             kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
@@ -166,7 +166,7 @@ def _finish(sessions: Sessions, sequence: Sequence, piece: FinishRestore) -> tup
         try:
             sequence.memories.check_kv(sequence.id, SavedKV({}, stored))
             if stored["sealed"] != kv.length:
-                raise SaccadeError("others needed its blocks while it was restored")
+                raise SaccadeError("its blocks went to other requests while it was restored")
             rows = under("kv", saved.tensors)
             sequence.memories.load_rows(sequence.id, rows, saved.data["computed"] - kv.length)
         except SaccadeError as error:

@@ -1,8 +1,9 @@
-"""Block summaries in 4 bits: what tells, of many blocks, which few need be scored by their summaries.
+"""Block summaries in 4 bits: a cheap score that rules out most blocks, so that few need be scored by their full
+summaries.
 
-Runs of blocks do not: what bounds eight blocks at once rules out hardly any of them, on a trained model's keys as on
-random ones (docs/tiers.md). A rounded copy of each block's own summary is a quarter of its bytes, and says how far off
-a score may be; csrc/block_codes.h passes over blocks that cannot be among the best. What is chosen is the same.
+Bounds over runs of eight blocks were tried in their place and rule out hardly any block, on a trained model's keys as
+on random ones (docs/tiers.md). The rounded copy of a block's summary takes a quarter of its bytes and has a known
+error; csrc/block_codes.h passes over blocks that cannot be among the best. The choice is the same as without codes.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class BlockManager(SlotMap):
                 f"reads={self.reads}: the first {layers} layers read their own keys, others one of these"
             )
         if layers_apart and tier is None:
-            raise SaccadeError("layers_apart=True shares out slots between layers that move their parts: give a tier")
+            raise SaccadeError("layers_apart=True needs a tier: it shares out slots between layers whose parts move")
         self._parts = storage.num_blocks
         if tier is not None:  # one slot stands for what is absent; a few parts may be on their way
             self._parts = storage.num_blocks - 1 + max(0, tier.cells - LEAST_SLOTS)

@@ -1,4 +1,5 @@
-"""Where keys that lie in host memory are attended: on the device, which fetches them, or on the CPU, where they lie."""
+"""Which processor attends keys that lie in host memory (``kv_compute``): the device, which fetches them, or the CPU,
+where they lie."""
 
 from __future__ import annotations
 

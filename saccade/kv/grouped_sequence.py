@@ -75,7 +75,7 @@ class GroupedKV(SequenceKV):
     @property
     def tables(self) -> Tensor:
         """SaccadeError: no one tensor has the slots of all groups; ``parts`` have theirs."""
-        raise SaccadeError("layers of several formats have a block table for each group")
+        raise SaccadeError("no one block table has the slots of layers of several formats; use those of .parts")
 
     @property
     def hints(self) -> dict[int, int]:

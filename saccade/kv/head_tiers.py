@@ -1,8 +1,9 @@
-"""Tiers of a pool whose KV heads have slots of their own: a block that one of eight heads wants moves for that head.
+"""Tiers of a pool whose KV heads have slots of their own, so that a block that one of eight heads wants moves for that
+head alone.
 
-Head g of a slot holds a part of head g, and head g of a cell keeps one: each head has as many slots and cells as there
-are, and who leaves is decided head by head. So a ``Tiers`` for each head does what it does for all of them together;
-here is what asks them in turn and joins their answers.
+Head g of a slot holds a part of head g, and head g of a cell keeps one. Each head has all slots and cells of the pool,
+and evictions are decided head by head: there is a ``Tiers`` for each head, and the class here asks them in turn and
+joins their answers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HeadTiers:
 
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if not isinstance(tier, HostTier) or tier.heads != pool.rows:
-            raise SaccadeError("KV heads have slots of their own only over a host tier that keeps them apart, too")
+            raise SaccadeError("KV heads with slots of their own need a host tier that keeps heads apart, too")
         self.pool, self.tier, self.policy = pool, tier, policy
         self.heads = pool.rows
         self.each = [Tiers(pool, tier.of_head(head), policy, debug, head) for head in range(self.heads)]

@@ -1,4 +1,4 @@
-"""Parts that stay in their slots while they are read."""
+"""Holds: parts of KV blocks that stay in their slots while they are read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Gate(Protocol):
-    """Who reads parts while others are still on their way, and waits before each of these."""
+    """A reader of parts that begins before all have been loaded, and waits before each that has not."""
 
     def shut(self, blocks: Array) -> None:
-        """``blocks`` (int ids) come into their slots later."""
+        """``blocks`` (int ids) are not in their slots yet: a reader waits for :meth:`open`."""
         ...
 
     def open(self, blocks: Array) -> None:
-        """They have come, or never will. Any thread may say so."""
+        """``blocks`` are in their slots, or their loads have failed. Callable from any thread."""
         ...
 
 
@@ -67,12 +67,12 @@ class Hold:
                 self._loading = tiers.tier.read_in_turn(parts, cells, slots, lambda some: gate.open(missing[some]))
 
     def stop(self) -> None:
-        """What has not begun to come is not wanted any more. (Only behind a gate.)"""
+        """Cancel the loads that have not begun. (Only behind a gate.)"""
         if self._gate is not None and self._loading is not None:
             self._loading.stop()
 
     def release(self) -> None:
-        """Let the parts go again, those that never came among them."""
+        """Let all parts leave their slots again, also those that were never loaded."""
         with suppress(LostKV):
             self.wait()
         self._tiers.pins.remove(self._layer, self._blocks)

@@ -1,8 +1,8 @@
 """The host tier: parts of KV blocks in host memory behind a device's, moved by the device itself.
 
 On a GPU the memory is pinned, and a kernel that reads it by address copies scattered parts at the link's speed. All
-copies run in order on a stream of their own, so that the host waits for none: what is to be attended waits for its
-loads on the device, and parts are written while it computes.
+copies run in order on a stream of their own. The host never waits for one: attention waits on the device for the loads
+of its parts, and parts are written back while it computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Host memory with a disk behind it: parts that were not wanted for longest go from one to the other.
+"""Host memory with a disk behind it: the parts that were not used for longest move to the disk, and come back when they
+are asked for.
 
-A device takes parts from host memory by itself. What lies on the disk comes through host memory: the step that finds
-it there is done again by the host, which brings it in, and from then on it is where the device can have it.
+A device takes parts from host memory by itself. Parts on the disk come through host memory: a device's step that needs
+one is run again by the host, which brings the part in; from then on the device finds it in host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Blocks that no running sequence has: kept for sequences that may go on from them."""
+"""Blocks of kept prefixes, which no running sequence holds: later sequences that begin with the same tokens continue
+from them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Keepers:
         self.alone.update(block for block in blocks if self._keepers.issuperset(self._holders[block]))
 
     def end(self, holder: int) -> None:
-        """Sequence ``holder`` has let go of all its blocks."""
+        """Sequence ``holder`` has released all its blocks."""
         self._keepers.discard(holder)
 
     def shared(self, blocks: Iterable[int], holder: int) -> None:
@@ -30,7 +31,7 @@ class Keepers:
             self.alone.difference_update(blocks)
 
     def released(self, blocks: Iterable[int], holder: int) -> None:
-        """``holder`` has let go of ``blocks``."""
+        """``holder`` has released ``blocks``."""
         if not self._keepers:
             return
         keeps = holder in self._keepers

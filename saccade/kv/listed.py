@@ -1,5 +1,5 @@
-"""The host's side of a list of slots that a device takes by itself (kv/offers.py): what is listed, what was withdrawn
-or changed since, and what of it the device has taken."""
+"""The host's record of a list of slots that a device takes by itself (kv/offers.py): the slots listed, those withdrawn
+or changed since, and those that the device has taken."""
 
 from __future__ import annotations
 

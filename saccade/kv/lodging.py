@@ -1,4 +1,4 @@
-"""Blocks that stay in host memory because the CPU attends them there: it reads and writes their cells by itself."""
+"""Blocks that stay in host memory because the CPU attends them there, reading and writing their cells directly."""
 
 from __future__ import annotations
 

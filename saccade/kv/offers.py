@@ -1,19 +1,19 @@
-"""Slots that a device may take by itself: what it needs to bring parts in within a recorded step, and what it tells
-afterwards.
+"""Slots that a device may take by itself, so that a recorded step can bring in parts of KV blocks, and the record of
+what it took.
 
-The host lists slots that may be taken, those that leave next first, by the replacement of Tiers; all of them are free,
-or hold parts that the host tier has too. Kernels (ops/triton/residency.py) take them in this order, passing over those
-that were used since they were listed, and note who took what. The host takes this over into its own map while the next
-step runs, or before it looks there. What changes on the host in between withdraws a slot from the list. KV heads that
-have slots of their own have a list each (kv/listed.py).
+The host lists slots that may be taken, in the order in which the replacement of ``Tiers`` would free them; each is
+free, or holds a part that the host tier has too. Kernels (ops/triton/residency.py) take slots in this order, pass over
+those that were used since they were listed, and note which part took which slot. The host copies this into its own map
+while the next step runs, or before it reads the map. A change on the host in between withdraws the slot from the list.
+KV heads that have slots of their own have a list each (kv/listed.py).
 
-Where ``READS_HOST`` says so and addresses allow it, a layer's lists of blocks wait for nothing: kernels read what is
-absent where it lies in host memory, each KV head its own part, and blocks take their slots afterwards, on a stream
-beside the layers that follow. Then a step runs short only of blocks that have no cell.
+Where ``READS_HOST`` says so and addresses allow it, a layer's lists of blocks wait for nothing: kernels read absent
+parts where they lie in host memory, each KV head its own part, and the parts take their slots afterwards, on a stream
+beside the layers that follow. Such a step fails only for blocks that have no cell.
 
-Two steps may be on their way: one may be launched behind the one that runs, while its lists and what it keeps will do.
-Its moves are real even if its result is discarded. Code that looks into the map meanwhile, or is about to change
-it, waits for that step, and has both written down (``SlotMap.behind``).
+Two steps may be in flight: one may be launched behind the one that runs, as long as its lists and what it keeps
+suffice. Its moves are real even if its result is discarded. Code that reads or changes the map meanwhile waits for that
+step first, and takes over the moves of both (``SlotMap.behind``).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class PinnedMemory:
         try:
             whole = torch.empty(count + HUGE_PAGE, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
-            raise CapacityError(f"kv_host={show_bytes(count)} of host memory cannot be had; give less") from error
+            raise CapacityError(f"kv_host={show_bytes(count)} of host memory cannot be allocated; give less") from error
         ask_for_huge_pages(whole)
         self.data: Tensor = whole[-whole.data_ptr() % HUGE_PAGE :][:count]
         self._chunks: list[int] = []  # addresses that are registered

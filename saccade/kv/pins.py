@@ -1,4 +1,4 @@
-"""Which parts of KV blocks are held, so that they stay in their slots."""
+"""Pins: which parts of KV blocks are held in their slots, and how often."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pins:
         self.held_in = [0] * layers
 
     def add(self, layer: int, blocks: Array) -> None:
-        """One more holds ``blocks`` (int ids, no id twice) of a layer."""
+        """Count one more holder of ``blocks`` (int ids, no id twice) of a layer."""
         pins = self.counts[layer, blocks]
         fresh = int((pins == 0).sum())
         self.held += fresh
@@ -27,7 +27,7 @@ class Pins:
         self.counts[layer, blocks] = pins + 1
 
     def remove(self, layer: int, blocks: Array) -> None:
-        """One of those who hold them does so no longer."""
+        """Count one holder less of them."""
         if len(blocks):
             pins = self.counts[layer, blocks] - 1
             self.counts[layer, blocks] = pins

@@ -1,9 +1,10 @@
-"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, random, or by the cycle.
+"""Replacement policies, which say the part that leaves its slot next: second chance (clock), least recently used, first
+in first out, random, or ``cycle``.
 
-The first three lose everything where steps read more than there are slots, over and over in the same order: what
-leaves is wanted next. ``random`` keeps some of them. ``cycle`` knows that order: layers come in turn, so of what was
-used since a layer's last turn the most recent is wanted last, and leaves first; all before that leaves earlier still,
-the oldest first (docs/tiers.md).
+The first three keep nothing useful where steps read more than there are slots, again and again in the same order: each
+part leaves just before it is read again. ``random`` keeps some. ``cycle`` uses the order, since layers come in turn: of
+the parts used since a layer's last turn the most recent is needed last and leaves first; parts used before that leave
+earlier still, the oldest first (docs/tiers.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows into slots and out of them by torch's indexing, on any device; and what another way must offer."""
+"""Copies of rows into slots and out of them by torch's indexing, on any device; and the interface of faster ways."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def load_kv(pool: BlockManager, saved: SavedKV) -> SequenceKV:
     saved.check(pool)
     length: Any = saved.metadata.get("length")
     if not whole_number(length, 0):
-        raise SaccadeError(f"saved KV of {shown(length, 40)} tokens")
+        raise SaccadeError(f"saved KV has length={shown(length, 40)}, which is no number of tokens")
     given = [_in_group(number, saved.tensors) for number in range(len(pool.groups))]
     rows = [_rows(one, group.format, group.layers, length) for one, group in zip(given, pool.groups)]
     for one, group in zip(given, pool.groups):
@@ -174,7 +174,7 @@ def check_summaries(
         kind, size = parts if len(parts) == 2 else ("", "")
         named = kind in KINDS and all(one.isascii() and one.isdecimal() and len(one) < 10 for one in (layer, size))
         if not named or int(layer) >= layers or int(size) < 1:
-            raise SaccadeError(f"stored summaries are called {shown(name, 80)}")
+            raise SaccadeError(f"stored summaries have an unknown name: {shown(name, 80)}")
         shape = list(made.shape if by_layer else made.shape[1:])
         wanted = [parts_of(kind, int(size), format.head_dim), format.kv_heads, format.head_dim]
         right = made.dim() == (4 if by_layer else 5) and shape[1:] == wanted

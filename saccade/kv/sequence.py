@@ -172,7 +172,7 @@ class SequenceKV:
         slot = self._table.slot(layer, block) if self.pool.rows == 1 else -1
         if slot < 0:
             raise SaccadeError(
-                f"the next row of layer {layer} has no one slot: its block is not resident, or KV heads lie apart"
+                f"the next row of layer {layer} has no single slot: its block is not resident, or KV heads lie apart"
             )
         self._lengths[layer] = start + 1
         self._version += 1

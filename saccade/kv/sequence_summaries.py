@@ -1,4 +1,4 @@
-"""What a sequence knows of its blocks: summaries of every kind that was asked for, layer by layer."""
+"""The block summaries of one sequence: of every kind that was asked for, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What layers that keep a state did with rows of which the last may be taken back, so that it can be done again to the
-state before them with the first ones alone.
+"""A journal of what layers that keep a state did with drafted rows, so that after a rejection the state can be computed
+again from the accepted rows alone.
 
-A layer's products are over by then: what is done again is the rule by which rows change the state, with the inputs that
-the layer gave it. That reads a state once and writes it once, however many rows there are, where a state kept behind
-each row would take as many copies of it.
+The products of a layer are not repeated: only the rule by which rows change the state is, with the inputs that the
+layer gave it. That reads and writes a state once, however many rows there are; a copy of the state after each row would
+cost as many states.
 """
 
 from __future__ import annotations

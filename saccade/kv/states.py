@@ -1,9 +1,10 @@
-"""What layers that keep a state keep of a sequence: a pool of slots, each all state layers' after some token.
+"""States of layers that keep one: a pool of slots, each of which holds the states of all such layers of one sequence
+after some token.
 
-Such a state stands for all tokens before it and cannot be cut, so going back takes a copy of where it stood: a
-snapshot. States in use and snapshots have one pool of slots. Who needs a slot gets that of the least useful snapshot,
-by GreedyDual (Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms"): one is worth the tokens that would be
-computed again without it, and ages by the worth of those that went before.
+A state stands for all tokens before it and cannot be shortened, so going back takes a copy of an earlier state: a
+snapshot. States in use and snapshots share one pool of slots. A sequence that needs a slot gets that of the least
+useful snapshot, by GreedyDual (Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms"): a snapshot is worth the
+tokens that would be computed again without it, and ages by the worth of those dropped before.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StatePool:
             self.tensors: Mapping[str, Tensor] = format.empty(slots, device)
         except RuntimeError as error:
             raise CapacityError(
-                f"{slots} states of {show_bytes(format.nbytes)} cannot be had on {device}; give a smaller kv_memory"
+                f"{slots} states of {show_bytes(format.nbytes)} cannot be allocated on {device}; lower kv_memory"
             ) from error
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[int, dict[SequenceStates, int]] = {}  # by slot, who may go back to it, and to which length

@@ -46,7 +46,7 @@ class KVStorage:
         except RuntimeError as error:
             wanted = num_blocks * format.block_bytes
             raise CapacityError(
-                f"a KV pool of {show_bytes(wanted)} cannot be had on {device}; give a smaller kv_memory"
+                f"a KV pool of {show_bytes(wanted)} cannot be allocated on {device}; give a smaller kv_memory"
             ) from error
         self.k, self.v = self.parts[0], self.parts[-1]
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""The block table of one sequence: which logical blocks it holds, and where they lie."""
+"""The block table of one sequence: its logical blocks, and the slots in which they lie."""
 
 from __future__ import annotations
 

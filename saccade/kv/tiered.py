@@ -1,4 +1,4 @@
-"""A layer of a sequence, some of whose blocks may lie in a tier: they are brought in as they are asked for."""
+"""A layer of a sequence of whose blocks some may lie in a tier; they are brought in when they are read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Which parts of KV blocks lie in slots, and which in the tier behind them: who is brought in, and who has to leave.
+"""Tiers: which parts of KV blocks lie in slots and which in the tier behind them, which are brought in, and which have
+to leave.
 
-A part is written to the tier when it first leaves its slot, or, where writes cost next to nothing, when its block is
-full and slots run short; and not again: its cell stays its own until the block is
-let go, or written to (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
-residents give theirs up, and memory and tier together hold what both have room for.
+A part is written to the tier when it first leaves its slot or, where writes cost next to nothing, once its block is
+full and slots run short. It is not written again: its cell remains its own until the block is released or written to
+(:meth:`Tiers.opened`), and while it has both slot and cell, leaving costs nothing. When cells run short, parts in slots
+give their cells up; memory and tier together hold what both have room for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ArkVale: pages by the cuboid-mean of their keys (Chen et al., NeurIPS 2024; docs/algorithms.md 6.6).
+"""ArkVale: pages by the cuboid-mean of their keys (Chen et al., NeurIPS 2024).
 
 PSA's baseline "vllm-sparse": the same page scores as PSA with a fixed number of pages instead of a stopping rule.
 """

@@ -1,4 +1,4 @@
-"""Double Sparsity: tokens by a few channels of their keys (Yang et al., 2024; docs/algorithms.md 6.10)."""
+"""Double Sparsity: tokens by a few channels of their keys (Yang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class SparseKeys(BestKeys):
 @dataclass(frozen=True)
 class DoubleSparsity(WholeMethod):
     """The ``k`` keys (a number, or a fraction of the visible ones) of highest label score, ties to the lower index. A
-    label is the share ``channels`` of a key's channels, quantized to ``bits`` per token; 16 leaves them as they are.
+    label is the share ``channels`` of a key's channels, quantized to ``bits`` per token: code = round((x - low) / step)
+    with step = (greatest - least) / (2^bits - 1); 16 leaves them as they are.
     ``quantize_query`` does the same to each head's query, as the published code does; the paper speaks of keys.
 
     Channels are those of greatest mean |q k| (``by``; ``q`` or ``k`` alone) over a calibration text, once per model:

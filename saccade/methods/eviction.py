@@ -1,5 +1,5 @@
 """SnapKV and AdaKV: when a prefill ends, keep the keys that its last rows looked at and forget the others for good
-(Li et al., 2024; Feng et al., 2024; docs/algorithms.md 6.8, 6.9).
+(Li et al., 2024; Feng et al., 2024).
 
 The storage of what is forgotten stays until the sequence ends, but no later step or turn reads it, whatever its policy;
 the report says so. A later turn reads what is left and its own rows, and chooses again among those.

@@ -1,5 +1,4 @@
-"""H2O: keep the keys that gathered the most attention so far, and recent ones (Zhang et al., 2023;
-docs/algorithms.md 6.7).
+"""H2O: keep the keys that gathered the most attention so far, and recent ones (Zhang et al., 2023).
 
 Every key sums up the weights that all rows gave it, those of the prefill among them. What a step evicts is read by no
 later step or turn (see ``eviction``).
@@ -76,8 +75,8 @@ class Heavy(Kept):
 @dataclass(frozen=True)
 class H2O(Method):
     """``budget`` keys (a number, or below 1 a fraction of the context when decoding begins), of which the share
-    ``heavy`` goes to those of most accumulated weight and the rest to the last ones. Evictions of a step apply from the
-    next. The published evaluation of a successor uses ``heavy=0.8``.
+    ``heavy`` goes to those of most accumulated weight and the rest, ``max(1, budget - round(heavy budget))``, to the
+    last positions. Evictions of a step apply from the next. The published evaluation of a successor uses ``heavy=0.8``.
 
     ``unit="kv_head"`` accumulates and evicts per KV head, by the group's mean; ``"q_head"`` per query head. Prefill
     rows are weighed exactly, whatever the prefill method read: quadratic work, counted as scored.

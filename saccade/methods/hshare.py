@@ -1,8 +1,10 @@
-"""HShare: critical tokens shared between steps, heads and layers (Wu et al., ICLR 2025; docs/algorithms.md 6.11).
+"""HShare: critical tokens shared between steps, heads and layers (Wu et al., ICLR 2025).
 
-Whose sets are alike is found out once a turn, when its prefill ends, from the exact top keys of its last rows. Where
-the paper is silent: sets are per KV head, by the group's mean score, and a shared set keeps the keys that appeared
-since it was made, as the published masks do.
+Whose sets are alike is found out once a turn, when its prefill ends, from the exact top keys of its last rows: two
+units are compared by the overlap of their ``heavy`` heaviest keys. The most alike pair (i, j), i > j, makes j the donor
+of i, which takes part no more, until ``round(head_share * units)`` units choose for themselves; a chain of donors ends
+at its last. Layers are paired likewise. Where the paper is silent: sets are per KV head, by the group's mean score, and
+a shared set keeps the keys that appeared since it was made, as the published masks do.
 """
 
 from __future__ import annotations

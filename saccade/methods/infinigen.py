@@ -1,4 +1,4 @@
-"""InfiniGen: keys by a query guessed a layer ahead, on a few channels (Lee et al., OSDI 2024; docs/algorithms.md 6.13).
+"""InfiniGen: keys by a query guessed a layer ahead, on a few channels (Lee et al., OSDI 2024).
 
 The guess is this layer's own norm and projection applied to what the layer before took in. It lets a store fetch keys
 while that layer still computes; here it changes what is read alone.

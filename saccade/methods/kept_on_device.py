@@ -1,5 +1,5 @@
 """Keys that a method keeps for good, in recorded steps: each row's lists lie in its state and grow by the keys that
-come (SnapKV, AdaKV; docs/algorithms.md 6.8, 6.9)."""
+come (SnapKV, AdaKV)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SINKS = 1 / 5  # of an a-shape's keys, as the paper's 1024 and 4096
 
 class ChannelMeans:
     """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
-    product is the mean |q k| over all pairs (Double Sparsity, docs/algorithms.md 6.10)."""
+    product is the mean |q k| over all pairs (Double Sparsity)."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -47,9 +47,8 @@ class ChannelMeans:
 
 class Skew:
     """The right singular vectors of a group's queries, by falling singular value: an orthogonal fp32 [kv_heads,
-    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen,
-    docs/algorithms.md 6.13). The order
-    of its columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
+    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen). The order of its
+    columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
 
     def __init__(self) -> None:
         self.gram: Tensor | float = 0.0

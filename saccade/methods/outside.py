@@ -30,6 +30,7 @@ from typing import TypeVar
 from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.registry import KNOWN, METHODS, MODIFIERS, PRESETS
+from saccade.methods.scored import ScoredBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +118,19 @@ def _same(before: type[PolicyPart], part: type[PolicyPart]) -> bool:
 
 
 def _check_phases(part: type[PolicyPart], where: str) -> None:
-    """PolicyError where ``part`` has no phase, or leaves one to the base class, which reads everything."""
+    """PolicyError where ``part`` has no phase, leaves one to the base class, which reads everything, or is a
+    ``ScoredBlocks`` without a score."""
     places = {Method: ("prefill", "decode"), WindowMethod: ("window",), FreezeMethod: ("freeze",)}
     allowed = next(phases for base, phases in places.items() if issubclass(part, base))
     if not isinstance(part.phases, tuple) or not part.phases or not set(part.phases) <= set(allowed):
         raise PolicyError(f"{where}: phases={shown(part.phases)} must be a tuple out of {', '.join(allowed)}")
     if not issubclass(part, Method) or part.is_dense or part.means_dense:
         return
+    if issubclass(part, ScoredBlocks) and part.lacks_score():
+        raise PolicyError(
+            f"{where} is a ScoredBlocks without a score: write score(self, query, q, summary), which returns how much "
+            "each full block is worth, or a select_decode of its own"
+        )
     for phase in part.phases:
         if getattr(part, f"select_{phase}") is getattr(Method, f"select_{phase}"):
             raise PolicyError(

@@ -1,4 +1,4 @@
-"""Quest: pages by an upper bound of their best key (Tang et al., 2024; docs/algorithms.md 6.5)."""
+"""Quest: pages by an upper bound of their best key (Tang et al., 2024)."""
 
 from __future__ import annotations
 

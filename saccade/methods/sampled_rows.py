@@ -1,6 +1,7 @@
 """Sampled rows: blocks of keys by the exact attention of a few rows of each query block.
 
-``rows`` of the rows of a query block, evenly spread, are multiplied with every key before them; their softmax weights,
+``rows`` of the m rows of a query block, those in the middle of equal stretches (number floor((2i + 1) m / 2 rows)), are
+multiplied with every key before them; their softmax weights,
 summed over blocks of keys and averaged, are the estimate. Two rules choose by it. A cumulative one gives every head the
 fewest blocks that hold ``gamma`` of the weight. And a block is read wherever it holds ``threshold`` of the weight of
 its query block: a block costs the same in any head, so that one bar for all of them keeps most for what is read. Equal

@@ -44,6 +44,11 @@ class ScoredBlocks(BlockMethod):
         if self.summary not in PARTS:
             raise PolicyError(f"summary={self.summary!r} of '{self.name}' is unknown; known: {', '.join(PARTS)}")
 
+    @classmethod
+    def lacks_score(cls) -> bool:
+        """Whether the class would fail at its first decode step: it has neither a score nor a ``select_decode``."""
+        return cls.score is ScoredBlocks.score and cls.select_decode is ScoredBlocks.select_decode
+
     def score(self, query: Query, q: Tensor, summary: Tensor) -> Tensor:
         """How much each full block is worth to this row, the highest first.
 

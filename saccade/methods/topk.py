@@ -1,4 +1,4 @@
-"""Exact top-k: the oracle that every other selector is measured against (docs/algorithms.md 6.1)."""
+"""Exact top-k: the oracle that every other selector is measured against."""
 
 from __future__ import annotations
 

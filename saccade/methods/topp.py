@@ -1,5 +1,4 @@
-"""Exact top-p: the fewest keys that hold a share of the true weight, the oracle of threshold methods
-(docs/algorithms.md 6.1)."""
+"""Exact top-p: the fewest keys that hold a share of the true weight, the oracle of threshold methods."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Twilight: blocks by a generous budget, then the fewest of their keys that reach a share of the estimated weight (Lin
-et al., 2025; docs/algorithms.md 6.21).
+et al., 2025).
 
 The paper prunes what any method selects. Here that is Quest, the first of those it is built on, with keys in 4 bits for
 the estimate.

@@ -19,7 +19,7 @@ from saccade.models.hf_config import checked_config, max_position
 from saccade.models.keeping import KeepingLayers
 from saccade.models.llama_loading import check_plain
 from saccade.models.llama_weights import has_shape
-from saccade.models.matrix_modules import stored_as
+from saccade.models.matrix_modules import refuse_unfilled, stored_as
 from saccade.models.packed_config import KEYS, scheme_of
 from saccade.models.quiet import quiet_transformers
 from saccade.models.rounded_weights import bits_of
@@ -131,8 +131,10 @@ def described(folder: Path, quantize: str | None = None) -> ModelFacts | Refused
     try:
         with quiet_transformers():
             config = checked_config(checkpoint)
-            scheme_of(checkpoint.config, f"{checkpoint.path} ({config.model_type})")
-            described_model(checkpoint, config, torch.bfloat16)
+            scheme = scheme_of(checkpoint.config, f"{checkpoint.path} ({config.model_type})")
+            model = described_model(checkpoint, config, torch.bfloat16)
+            if scheme is not None and not has_shape(FAMILIES[config.model_type], config):
+                refuse_unfilled(model)
     except ModelError as error:
         with quiet_transformers():
             return _refused(checkpoint, str(error))
@@ -158,6 +160,8 @@ def facts_of(folder: Path, quantize: str | None = None) -> ModelFacts:
     formats: Counter[str] = Counter()
     if header is not None or checkpoint.packed is not None:
         refuse_absent_or_other(checkpoint, stored_as(model), tied)
+        if not has_shape(family, config):
+            refuse_unfilled(model)
     if quantize is not None:
         check_plain(checkpoint, quantize)
         formats = _rounded(model, quantize, dtype)

@@ -173,8 +173,26 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
+def refuse_unfilled(model: Any) -> None:
+    """ModelError for a model on torch's "meta" device with a buffer that :func:`fill` would leave empty: no file holds
+    it, and no module that is exchanged or made anew has it."""
+    stored, rotary = model.state_dict().keys(), FAMILIES[model.config.model_type].rotary
+    remade = getattr(model.get_decoder(), rotary) if rotary is not None else None
+    made = set() if remade is None else set(remade.modules())
+    for name, buffer in model.named_buffers():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if buffer.is_meta and name not in stored and owner not in made and not isinstance(owner, nn.Embedding):
+            raise ModelError(
+                f"{model.config.model_type}: quantised files are not read of a model with a "
+                f"{name.rpartition('.')[2]}, which no file holds; give a checkpoint of plain numbers, with "
+                "quantize='int8' or 'int4' to make it smaller"
+            )
+
+
 def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch.dtype) -> None:
-    """Give ``model``, whose modules may hold nothing (torch's "meta" device), the weights of ``source``."""
+    """Give ``model``, whose modules may hold nothing (torch's "meta" device), the weights of ``source``. ModelError as
+    of :func:`refuse_unfilled`."""
+    refuse_unfilled(model)
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
     tied = bool(model.config.tie_word_embeddings)
@@ -204,12 +222,6 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
     rotary = FAMILIES[model.config.model_type].rotary
     if rotary is not None and getattr(decoder, rotary) is not None:  # it holds factors of its own
         setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
-    absent = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
-    if absent is not None:
-        raise ModelError(
-            f"{model.config.model_type}: quantised files are not read of a model with a {absent.rpartition('.')[2]}, "
-            "which no file holds; give a checkpoint of plain numbers, with quantize='int8' or 'int4' to make it smaller"
-        )
 
 
 def part_of_experts(held: Callable[[str], Tensor], has: Callable[[str], bool], part: str, own: str) -> Tensor:

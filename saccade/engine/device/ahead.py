@@ -1,10 +1,10 @@
-"""The next step of rows, launched before this one's tokens are read: the device goes on while the host turns
+"""The next decode step, launched before the host has read this step's tokens: the device goes on while the host turns
 tokens into answers and schedules what follows.
 
-The host then finds the step that it asks for done, or lets it lie: whatever it stored lies behind all keys that count,
-in blocks that the rows had reserved, and is written anew, as methods' states are
-(methods.device_state), and what it has counted is taken back. Blocks that it has moved between host memory and the
-device lie where it has put them (device_tiers).
+If the host then asks for that very step, it is done already. If not, its result is dropped: the keys that it stored lie
+behind all keys that count, in blocks that the rows had reserved, and are overwritten, as method states are
+(methods.device_state); what it counted is taken back. Blocks that it moved between host memory and the device stay
+where they are now (device_tiers).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a device backend does without being asked for it, said by one process where several run the same steps.
+"""Decisions that a device backend takes by itself (record a step, launch the next one ahead), taken by one process
+where several ranks run the same steps.
 
-Each of them would do the same, since they are told the same; but one that has no memory left to record a step, say,
-may not launch the next one ahead, and all must launch the same sums.
+All ranks are told the same and would mostly decide the same. But a rank without memory to record a step, say, may not
+launch the next one ahead, and all ranks must launch the same sums.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class Lead(Protocol):
-    """Asked at the same places of each step."""
+    """The decisions; every rank asks for them at the same places of each step."""
 
     def takes_ahead(self, own: bool, said: Hashable) -> bool:
         """Whether a step is the one that was launched ahead; ``own``: what this process would say. ``said``: what must
@@ -23,7 +24,7 @@ class Lead(Protocol):
         """Whether the next step is launched ahead of its turn."""
 
     def tokens(self, own: Tensor) -> Tensor:
-        """The drawn tokens of rows, int64 [rows], with which that goes on."""
+        """The drawn tokens of rows, int64 [rows], with which the next step runs."""
 
 
 class OwnLead:

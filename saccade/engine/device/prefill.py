@@ -1,9 +1,9 @@
-"""Short chunks of a dense prefill in recorded steps: a question after a long prefix that is stored already, say, whose
-time would go to launches.
+"""Short chunks of a dense prefill in recorded steps, such as a question after a long prefix that is stored already:
+outside of recorded steps its time would go to launches.
 
-The rows of a chunk go in pieces of :data:`EACH` tokens, which are a batch over the same keys, as those of verifications
-are; all are stored before any is attended. What a decode method learns from them it learns after the step, layer by
-layer, from queries that the step has left.
+The rows of a chunk are split into pieces of :data:`EACH` tokens, which form a batch over the same keys, as verified
+rows do; all rows are stored before any is attended. What a decode method learns from the rows it learns after the step,
+layer by layer, from the queries that the step has left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Recording steps before they are asked for: a step of a size that comes for the first time is compiled and recorded
-amid traffic otherwise, which holds up all that run for tenths of a second.
+"""Recording decode steps ahead of traffic: a step of a size that comes for the first time is otherwise compiled and
+recorded while requests run, which holds all of them up for tenths of a second.
 
-Steps of padding alone are run, so nothing is stored, read or counted.
+The steps run here consist of padding alone, so nothing is stored, read or counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Dense replays of a GPU's decode steps: recorded dense steps over the rows that lie in the buffers, each launched
-before the step that it is held against. What it stores that step writes over; what it chooses is not taken."""
+before the step that it is compared with. That step overwrites what the replay stored, and the replay's tokens are no
+part of the answer."""
 
 from __future__ import annotations
 

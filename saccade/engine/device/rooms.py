@@ -1,4 +1,5 @@
-"""What the rows of batched steps are loaded into: the buffers that recordings read, made as rows and blocks need."""
+"""The buffers that recordings of batched steps read: allocated, and enlarged, as the number of rows and blocks
+needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests of a step a device backend takes, and in which steps of its own."""
+"""Which requests of a step a device backend serves, and how it divides them into device steps."""
 
 from __future__ import annotations
 

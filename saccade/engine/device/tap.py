@@ -1,6 +1,6 @@
-"""Where a recorded step leaves what audits look at: each layer's queries, results and their log-sum-exp, as the step's
-own kernels have written them. Nothing is copied: as long as these tensors are held a recording keeps their memory
-to itself, and every replay writes to it anew."""
+"""The tap: where a recorded step leaves each layer's queries, results and log-sum-exps for audits, as the step's own
+kernels have written them. Nothing is copied: while these tensors are held a recording keeps its memory to itself, and
+every replay writes to it anew."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Recorded steps over KV of which a part lies in host memory: whether a row can be in one, what is made ready before,
-and what is taken over after it (kv/offers.py). The step after it may be launched ahead of its turn, while it writes to
-blocks that this one had brought in, and the host has moved nothing since."""
+"""Recorded steps over KV of which a part lies in host memory: whether a row can be in such a step, what is prepared
+before it, and what the host takes over after it (kv/offers.py). The following step may be launched ahead while it
+writes to blocks that this one brought in and the host has moved nothing since."""
 
 from __future__ import annotations
 

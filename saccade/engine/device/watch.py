@@ -1,4 +1,5 @@
-"""Who looks on sees batched decode steps as they are: the same kernels, launched one by one instead of replayed."""
+"""Observed decode steps on a device: the kernels of a recorded step, launched one by one instead of replayed, so that
+an observer sees each attention call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What recorded steps know of rows whose methods bring readings of their own: the words of their device states, their
-windows, and what they have read, counted until a report asks."""
+"""Data of recorded steps for rows whose methods bring readings of their own: the words of their device states, their
+windows, and counts of what they read, kept on the device until a report asks."""
 
 from __future__ import annotations
 

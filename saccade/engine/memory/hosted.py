@@ -1,5 +1,5 @@
-"""What a worker keeps of a sequence whose decode rows the CPU attends in host memory: its keys and values there, and
-beside them what its decode method knows."""
+"""Memory of a sequence whose decode rows the CPU attends in host memory: its keys and values there, and what its decode
+method knows."""
 
 from __future__ import annotations
 

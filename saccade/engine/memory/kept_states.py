@@ -1,4 +1,5 @@
-"""The states of the model's own layers in a step: pinned before it, changed by its layers, kept where that is due."""
+"""States of the model's own layers (convolutions, Mamba, delta rule) in a step: pinned before it, changed by its
+layers, and copied to a snapshot where one is due."""
 
 from __future__ import annotations
 

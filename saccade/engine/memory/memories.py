@@ -2,8 +2,8 @@
 
 An engine keeps lengths and block tables (``HeldBlocks``) and reserves blocks. Keys, values and method states are the
 worker's. They change by steps (``StepInput``) and by four messages, which name sequences by their ids: ``fork``,
-``truncate``, ``free`` and ``save``, with ``load`` to take in again what was saved. What else there is concerns method
-states alone: where a turn or a draft finds them, and whether there are any.
+``truncate``, ``free`` and ``save``, with ``load`` to restore what was saved. The other methods concern method states
+alone: whether a sequence has any, and the states that a turn or a draft began with.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Memories(dict[int, SequenceMemory]):
         """Take one in again, where there is room for it. SaccadeError for what is none of these layers."""
         kept = self[sequence].kept
         if kept is None:
-            raise SaccadeError("saved: a state, of a model whose layers keep none")
+            raise SaccadeError("the saved session has a layer state, but no layer of this model keeps one")
         kept.load(length, parts, anyway=False)
 
     def filled(self, sequence: int, length: int) -> None:

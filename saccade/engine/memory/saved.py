@@ -132,7 +132,7 @@ def begin_restore(
     sequence.memories.check_policies(span.policy for span in spans)
     if data["chunk"] != chunk and not all(span.policy.prefill.is_dense for span in spans):
         raise RequestError(
-            f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills hang, not "
+            f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills depend, not "
             f"{chunk}; use that, or give recompute=True"
         )
     sequence.tokens, sequence.spans = tokens, spans
@@ -157,7 +157,7 @@ def finish_restore(
         if lost is not None:
             raise lost
         if kv.length != wanted:
-            raise SaccadeError(f"keys of {kv.length} tokens where {wanted} were computed")
+            raise SaccadeError(f"the saved session has keys of {kv.length} tokens, but {wanted} were computed")
         spec, seen = model.spec, max(wanted, data["seen"])
         dtype = kv.pool.format.dtype
         sizes = [Sizes(spec.layers, spec.heads, *spec.shape(layer), seen, dtype) for layer in range(spec.layers)]

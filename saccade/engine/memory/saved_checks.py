@@ -1,5 +1,5 @@
-"""Whether a stored session is one that this engine can go on with: all that is said of it is looked at before anything
-is made of it. A checksum tells that a record is what was written, not that what was written makes sense."""
+"""Checks of a stored session: whether this engine can continue it. Every field is checked before anything is made of
+it. A checksum only tells that a record is what was written, not that what was written makes sense."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def read_spans(data: Mapping[str, Any]) -> list[Span]:
         try:
             policy = Policy.parse(text)
         except SaccadeError as error:
-            raise MalformedSession(f"{where} has no policy of this build: {error}") from None
+            raise MalformedSession(f"{where} names a policy that this build does not have: {error}") from None
         if policy.deferred:  # of a version whose `auto` chose behind the prefill: what it chose is not known
             policy = Policy()
         spans.append(Span(start, end, phase, policy, length, cut))

@@ -1,4 +1,4 @@
-"""What attention read, counted by several ranks of which each has some heads, put together for reports."""
+"""Counts of what attention read, from several ranks that each have some of the heads, joined for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the first rank says what all of them do within a device's step (device/leading.py): by messages of its own."""
+"""Decisions of the first rank within a device's step (device/leading.py), sent to the other ranks by messages of their
+own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class OtherLead:
         told = self._told()
         if told.said != said or (told.taken and not own):
             raise SaccadeError(
-                f"this rank's rows are {said}, those of the first {told.said}, launched ahead: {told.taken}"
+                f"ranks disagree on the next step: this one has {said}, the first one {told.said} (launched ahead: "
+                f"{told.taken})"
             )
         return told.taken
 
@@ -60,5 +62,5 @@ class OtherLead:
         with self._group.counts.within(self._group.rank):  # the first rank may not have come here yet
             told = next(self._messages, None)
         if not isinstance(told, Decision):
-            raise SaccadeError(f"the first rank said {type(told).__name__} within a step")
+            raise SaccadeError(f"the first rank sent {type(told).__name__} within a step, where a Decision was due")
         return told

@@ -284,7 +284,7 @@ def gather_named(group: Group, name: tuple[int, ...], own: Tensor) -> list[Tenso
     asked = torch.tensor([*name, *own.shape], dtype=torch.int64, device="cpu")
     for other in group.gather(asked):
         if not torch.equal(other, asked):
-            raise RuntimeError(f"one asks for {asked.tolist()}, another for {other.tolist()}")
+            raise RuntimeError(f"ranks disagree on what to gather: one has {asked.tolist()}, another {other.tolist()}")
     return group.gather(own)
 
 

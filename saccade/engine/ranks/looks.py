@@ -1,4 +1,4 @@
-"""What looks at a request's attention, and goes on in every rank for the heads that it has: maps and certificates."""
+"""Maps and certificates of a request over several ranks: each rank makes them for the heads that it has."""
 
 from __future__ import annotations
 

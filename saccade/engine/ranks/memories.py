@@ -1,4 +1,5 @@
-"""The memories of the first of several ranks, and how saved keys and values go to their heads and come of them."""
+"""Memories of the first of several ranks: saved keys and values are split by heads for the ranks, and joined again from
+them."""
 
 from __future__ import annotations
 

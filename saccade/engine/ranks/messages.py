@@ -1,4 +1,4 @@
-"""What the first rank tells the others beside steps: what becomes of sequences, as calls of Memories."""
+"""Messages of the first rank to the others beside steps: what becomes of sequences, as calls of ``Memories``."""
 
 from __future__ import annotations
 

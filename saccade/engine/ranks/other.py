@@ -106,9 +106,9 @@ class OtherRank(RankWorker):
             elif isinstance(message, RecordStep):
                 with self._in_step():
                     if self.device is None or not self.device.prepare_one(self._pool, *message):
-                        raise SaccadeError("a step could not be recorded, of which the log says more")
+                        raise SaccadeError("a step could not be recorded; the log says why")
             elif isinstance(message, Decision):
-                raise SaccadeError("a decision beside a step")
+                raise SaccadeError("the first rank sent a Decision outside of a step")
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):

@@ -1,8 +1,8 @@
-"""How parts of ranks are put together: over gloo on CPUs, and on GPUs of one host by symmetric memory and NCCL.
+"""Sums over ranks: over gloo on CPUs, and on GPUs of one host by symmetric memory and NCCL.
 
-Few rows are joined by torch's one-shot all-reduce over symmetric memory: every rank reads the parts of all others over
-NVLink and adds them up in the order of ranks, in one launch. More of them go through NCCL. Both run on the stream of
-the step and are recorded with it; each rank calls the same for parts of one shape and dtype, in the same order.
+Few rows are summed by torch's one-shot all-reduce over symmetric memory: every rank reads the parts of all others over
+NVLink and adds them up in the order of ranks, in one launch. More rows go through NCCL. Both run on the stream of the
+step and are recorded with it; each rank makes the same calls for parts of one shape and dtype, in the same order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which rank does not get on, as the first one sees it: in a file that they share each counts the sums it comes to."""
+"""Finding the rank that hangs, from the first rank: each rank counts the sums that it has reached in a file that all
+share."""
 
 from __future__ import annotations
 

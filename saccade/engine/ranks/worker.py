@@ -1,8 +1,9 @@
 """One engine over several ranks, each with a part of the model's KV heads (models/shards.py).
 
-The first rank has the engine. Before it runs a step it sends the same plain data to the others, and so it does with
-what becomes of sequences. Each rank keeps block tables of its own for the keys and values of its heads: those of the
-others are never longer than the engine's, so its pool, of as many blocks, speaks for theirs.
+The first rank has the engine. It sends the same step, as plain data, to the others before it runs it, and likewise what
+becomes of sequences. Each rank keeps block tables of its own for the keys and values of its heads. They are never
+longer than the engine's, and all pools have as many blocks, so what fits in the first rank's
+pool fits in all.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class FirstRank(RankWorker):
         except BaseException as error:
             raise self._link.lose(error) from error
         if done.recorded < len(told):
-            raise self._link.lose(SaccadeError("a step could not be recorded, of which the log says more"))
+            raise self._link.lose(SaccadeError("a step could not be recorded; the log says why"))
         return done
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:

@@ -1,7 +1,8 @@
-"""The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that can be.
+"""The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that is possible.
 
-Rows whose readings are known (engine/rows/plans.py) are, in a step without others even in one call for all layers. All
-other rows are chosen for one by one, and share the call where their selections allow it.
+Rows whose readings are known before the step (engine/rows/plans.py) share one call a layer; a step of such rows alone
+is one call for all layers. For each other row the method chooses keys by itself; such rows share the call for reading
+where their selections allow it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Prefills of layers whose keys are latents, attended by the keys and values of every head.
 
-A latent of 576 channels stands for a key of 192 and a value of 128 of each head: where many rows read the same tokens,
-making those first takes fewer products than meeting the latents does, and each head has keys of its own to choose
-among. They are there for a group of heads at a time, as many as :data:`ROOM` holds, and for one layer.
+A latent of 576 channels stands for a key of 192 and a value of 128 channels of each head. Where many rows read the same
+tokens, making keys and values from latents first takes fewer products than attending the latents, and each head has
+keys of its own to choose among. Keys and values are made for one layer and a group of heads at a time, as many heads as
+:data:`ROOM` holds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a pass of packed rows leaves of its logits: the tokens that can be chosen where they lie, and the others' logits
-on the CPU, for the sampler of each."""
+"""Logits of a pass of packed rows: tokens are chosen on the device where that is possible; the logits of all other rows
+are copied to the CPU for each request's sampler."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Decode rows on a CPU whose KV lies in a tier in part and that choose blocks: a layer is one call, as where all KV is
+"""Decode rows on a CPU that choose blocks of a KV of which a part lies in a tier: one call a layer, as where all KV is
 resident.
 
-The kernels choose, look up which blocks are resident, and read them. Where some are not, they say which before anything
-was stored or read; these are brought in, and the call goes on from there. Of a ranking (``psa``) the first blocks are
-wanted, about as many as the last row read, and more where its rule goes on.
+The kernels choose blocks, look up which of them are resident, and read. If some are not resident, the kernels name them
+before anything was stored or read; the blocks are brought in, and the call continues from there. Of a ranking (``psa``)
+the first blocks are brought in at once, about as many as the last row read, and more if its rule goes on.
 
-Over a disk the kernels do not wait for all of that (PSA, section 3.3, pipelined iteration): they begin with what is
-there, and wait before a block until it has come, which blocks do in the order of ranks. Once they have ended, what a
-rule did not ask for is not read any more. What several rows lack is asked for before the first of them is attended.
+Over a disk the kernels do not wait for all blocks (PSA, section 3.3, pipelined iteration): they begin with the resident
+ones and wait before each other block until it has come; blocks come in the order of ranks. Once the kernels have ended,
+blocks that a rule did not ask for are not read from the disk any more. Blocks that several rows lack are asked for
+before the first of these rows is attended.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class ResolvedRow:
                     self._fetch(layer)
                 self._run(layer, q, k, v, spec, out)  # more is wanted than was asked for where a rule goes on
                 if self._missing and self._wanted == asked:
-                    raise TierError(f"KV blocks of layer {layer} were brought in and are not there")
+                    raise TierError(f"KV blocks of layer {layer} are not resident although they were brought in")
             for hold in self._holds:
                 hold.stop()
             before = [tiers.counts.copy()]

@@ -1,4 +1,5 @@
-"""What the decode method of a sequence learns while its turns are prefilled: tails, states, and what was evicted."""
+"""Decode method states while turns are prefilled: the queries kept for them, the states built from these, and the keys
+evicted."""
 
 from __future__ import annotations
 

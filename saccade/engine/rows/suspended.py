@@ -1,4 +1,5 @@
-"""A pass over one request's chunk that stops between layers, for others to have their steps, and goes on."""
+"""A pass over one request's chunk that can stop between two layers, so that steps of other requests run, and continue
+later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The row path over KV that does not all lie in memory: whose keys stay there for a step, what moved for whom."""
+"""The row path over KV of which a part lies in a tier: which blocks stay in memory for a step, and counts of the blocks
+moved for each request."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class HeldRows:
         return together
 
     def release(self) -> None:
-        """What was kept may leave."""
+        """Let the parts that were kept leave their slots."""
         for hold in self._holds:
             hold.release()
         self._holds.clear()

@@ -1,5 +1,5 @@
-"""Rows of several requests on a GPU that are attended in one call a layer: verifications of as many rows, and chunks
-of prefills that read alike."""
+"""Rows of several requests on a GPU, attended in one call a layer: verifications of equally many rows, and chunks of
+prefills whose selections are alike."""
 
 from __future__ import annotations
 

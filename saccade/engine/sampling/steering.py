@@ -1,5 +1,5 @@
-"""What a request does to its logits besides the shape of their distribution: tokens that may not come, or not yet, and
-tokens that are pushed up or down. The order is vLLM's."""
+"""Changes of a request's logits besides temperature, top-k and top-p: forbidden tokens, tokens forbidden until a length
+is reached, and biases. The order is vLLM's."""
 
 from __future__ import annotations
 

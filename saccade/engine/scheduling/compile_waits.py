@@ -1,4 +1,4 @@
-"""Who waited while kernels were compiled: all requests that ran or queued then."""
+"""Time that requests waited for compilers of kernels: all requests that ran or queued meanwhile are charged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CompileWaits:
         return self._now.kernels, self._now.seconds
 
     def settle(self) -> None:
-        """After what may have launched kernels for the first time."""
+        """Charge the compile time since the last call; called after work that may have launched new kernels."""
         if self._now.kernels == self._told.kernels:
             return
         kernels, seconds = self._now.kernels - self._told.kernels, self._now.seconds - self._told.seconds

@@ -1,4 +1,4 @@
-"""Who holds which block of the prefixes that are kept, for a listener that wants to know what is there."""
+"""Events of shared prefixes: which blocks are stored and removed, for a listener that keeps track of them."""
 
 from __future__ import annotations
 

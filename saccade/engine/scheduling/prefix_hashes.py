@@ -1,4 +1,5 @@
-"""By what prefixes are known: hashes of all tokens up to a block's end, and of what else decides on keys and values."""
+"""Hashes by which prefixes are found: of all tokens up to a block's end, and of everything else that keys and values
+depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rows of prefills take, by what was measured."""
+"""Measured times of prefill rows, and what they predict for the next ones."""
 
 from __future__ import annotations
 

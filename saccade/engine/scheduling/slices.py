@@ -1,6 +1,6 @@
-"""Chunks that run apart from steps: between two steps each has its slice of the round, and is settled once it is over.
+"""Chunks that run apart from steps: each has a slice of time between two steps, and is settled once it is complete.
 
-Who has a chunk suspended is the scheduler's to say, what runs of it the worker's, how long the gap's
+The scheduler says which request's chunk is suspended, the worker which layers of it run, and the token gap for how long
 (engine/scheduling/token_gap.py).
 """
 

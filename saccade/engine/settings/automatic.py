@@ -1,5 +1,5 @@
-"""What ``auto`` may become in this engine: the policy that was tuned for its model, or a safe one, and from which
-length either pays on this machine."""
+"""What ``auto`` can become in this engine: the policy that was tuned for its model, or a safe one, and the lengths from
+which either pays on this machine."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ class Checks:
         for method in (policy.prefill, policy.decode):
             if method.calibration in OF_CHANNELS and self.pool.format.turned:
                 raise PolicyError(
-                    f"'{method.text}' has learnt of channels of keys offline ('{method.calibration}'), and kv_rotate "
-                    "turns them; give kv_rotate=False, or what learns from the prompt"
+                    f"'{method.text}' chooses by channels of keys, calibrated offline ('{method.calibration}'), and "
+                    "kv_rotate turns them; give kv_rotate=False, or source=prompt where the method has it"
                 )
             if method.calibration is not None:
                 self.calibrations.layer((method.calibration,), 0)
@@ -140,8 +140,8 @@ def check_kept(policy: Policy, family: str) -> None:
     """PolicyError for what layers that keep a state cannot follow."""
     if policy.freeze is not None:
         raise PolicyError(
-            f"'{policy.freeze.text}' has rows skip layers, of which those that keep a state must see every token: "
-            f"{family} has layers that keep a state; leave it out of policy={policy.text!r}"
+            f"'{policy.freeze.text}' has rows skip layers, but {family} has layers that keep a state, which must see "
+            f"every token; leave it out of policy={policy.text!r}"
         )
 
 

@@ -169,7 +169,7 @@ class EngineConfig:
             folder_and_size(self.kv_disk, "kv_disk")
             if self.device != "cpu" and self.kv_host is None:
                 raise SaccadeError(
-                    f"kv_disk={shown(self.kv_disk)} stands behind host memory where the device is "
+                    f"kv_disk={shown(self.kv_disk)} needs host memory before it on device "
                     f"{shown(self.device)}; give kv_host, too, or device='cpu'"
                 )
             if self.kv_unit == "head":

@@ -1,9 +1,10 @@
-"""PrHS's certificates of one request: what they say of each head in a decode step, and what was true (docs/audit.md).
+"""PrHS's certificates of one request: for each head in a decode step the bound on its loss, and the loss
+(docs/audit.md).
 
 A certificate is computed from what the step knows without its unread keys: extremes of blocks, queries of earlier
-steps, what earlier steps have shown of decay. Beside it the step's true attention is computed, over all keys. So a
-request says of each of its heads how large its loss might have been by each bound, how large it was, how often the
-bound said nothing, and how often it did not hold, where it rests on an assumption.
+steps, and the decay that earlier steps have shown. The step's true attention over all keys is computed beside it. For
+each head a report says the largest loss that each bound allowed, the loss that there was, how often the bound said
+nothing, and how often a bound that rests on an assumption did not hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What batched decode steps read, counted a request at a time and kept on the device until a report asks."""
+"""Counts of what batched decode steps read, by request, kept on the device until a report asks."""
 
 from __future__ import annotations
 

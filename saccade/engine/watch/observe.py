@@ -1,5 +1,5 @@
-"""Watching from outside: what attention calls were asked, what they really read, what came out, and the logits of
-decode steps."""
+"""Observers of an engine: they see the arguments of each attention call, the selection that was read, the output, and
+the logits of decode steps."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ that one's keys and their neighbours; any other retrieves, by exact top-k. With 
   paper's sets stay where they are, so such a head loses its place until it retrieves again, and an answer breaks off
   after a token or two. Here those who share also read where the steps since would have moved the best keys, and what is
   near; ``follow=none`` is the paper;
+* a ``kv_head`` unit ranks by the mean of its heads' softmax weights, each renormalised over the keys that may be read;
+  a retrieval stays inside a PSAW window, and shared keys that the window hides are dropped;
 * ``by``: likeness is that of rotated queries. ``by=key`` and ``by=hidden`` are the paper's Table VII: of the steps' own
   rotated keys, and of the hidden states that the layer is given, where all units of a layer decide alike.
 

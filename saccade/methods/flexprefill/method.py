@@ -1,6 +1,6 @@
 """FlexPrefill: per head and input, query-aware blocks or vertical-slash lines up to a cumulative weight gamma (ICLR
 2025), with the promise of its eq. 3 restored: the published code turns a token count into a block count and may miss
-gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorithms.md 2.3-2.5). Here
+gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorithms.md 2.3). Here
 
 * a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
   ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to

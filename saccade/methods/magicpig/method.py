@@ -27,7 +27,8 @@ MOST_TABLES = 4096  # a key takes 4 bytes in each: 32 times the bytes of a bfloa
 @dataclass(frozen=True)
 class MagicPIG(WholeMethod):
     """Keys whose hash of ``bits`` signs equals the query's in at least 2 of ``tables`` tables are sampled; each one's
-    logit loses the log of its chance to be, so that sums over hash draws are those of all keys. The first ``sinks``
+    logit loses ln(u + 1e-4), where u = 1 - (1 - p)^L - L p (1 - p)^(L - 1) is its chance to be and p =
+    (1 - angle / pi)^bits, so that sums over hash draws are those of all keys. The first ``sinks``
     keys, the last ``local`` of the prompt and all later ones are read exactly. Keys are hashed without their mean.
 
     Every ``dense_every``-th layer from the first on is dense (0: none). Projections are drawn from ``seed``, the KV

@@ -55,7 +55,8 @@ class PSA(BlockMethod):
     that it was measured on (docs/real-models.md), the others' does not where one key outweighs its block. The paper's
     own form is ``psa(rank=cuboid, rest=min, unit=layer)``.
 
-    ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
+    ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything,
+    ``epsilon=0`` one microbatch beside the blocks that are always read; a context of no more blocks is read whole.
     """
 
     name: ClassVar[str] = "psa"
