@@ -60,19 +60,23 @@ def test_less_memory_than_requests_take(folder):
     both(folder, lambda llm: llm.generate(PROMPTS, greedy(6)), kv_memory="1MiB", kv_host="8MiB")
 
 
-def test_sessions_are_computed_again(folder, tmp_path):
-    """Under another number of ranks, and the same one: a saved session has no state of layers then."""
+@pytest.mark.parametrize("numbers", [(2, 1, 4, 2), pytest.param((1, 2, 2, 4), marks=pytest.mark.thorough)])
+def test_sessions_go_on_under_another_number(folder, tmp_path, numbers):
+    """States are saved whole; each rank takes its part, or where its number does not divide them, all."""
     said = []
-    for numbers in ((1, 1, 1), (2, 1, 2)):
+    for counts in ((1, 1, 1, 1), numbers):
         turns = []
-        for turn, count in enumerate(numbers):
+        for turn, count in enumerate(counts):
             with make(folder, count, kv_memory="8MiB", exact=False) as llm:
                 session = llm.session("quest(budget=64)") if turn == 0 else llm.restore(tmp_path / "saved")
-                turns.append(session.generate(PROMPTS[turn][:90], greedy(5)))
+                assert session.note is None
+                turns.append(session.generate(PROMPTS[turn % 3][:90], greedy(5)))
                 session.save(tmp_path / "saved")
                 session.close()
         said.append(turns)
     same(*said)
+    assert [one.report["cached_tokens"] for one in said[0]] == [one.report["cached_tokens"] for one in said[1]]
+    assert said[1][3].report["cached_tokens"] > 200
 
 
 def test_states_are_shared_out(tmp_path, caplog):

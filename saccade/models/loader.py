@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,8 @@ def load_model(
     alone = nullcontext() if share is None else share.apart()
     with quiet_transformers(), alone:  # transformers says once of each kernel that is not installed
         spec = _spec(model, family, chosen, llama)
+    if parts is not None and spec.states is not None:
+        spec = replace(spec, states=parts.state_format(spec.states))
     whole = spec if parts is None else whole_spec(spec, parts.head.parts)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from saccade.errors import ModelError
+from saccade.kv.states import StateFormat, StatePart
 from saccade.models.families import Family, keeping_layers
 from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
 from saccade.models.part_rules import (
@@ -93,6 +95,18 @@ class Parts:
                 self.share.ranks,
             )
         return made
+
+    def state_format(self, own: StateFormat) -> StateFormat:
+        """The format of this rank's states, which says what they are parts of."""
+        shared = next(iter(self.states.values()))
+        if shared is None:
+            return own
+        convolved = shared.outputs.get("conv1d") or shared.outputs["conv"]
+
+        def blocks(part: StatePart) -> tuple[int, ...]:
+            return convolved if part.name.startswith("conv") else (part.shape[0] * self.share.ranks,)
+
+        return replace(own, parts=tuple(replace(one, blocks=blocks(one)) for one in own.parts))
 
     def _state_of(self, name: str) -> tuple[str, str] | None:
         """The module that keeps a state which a module or tensor is of, and its name there."""

@@ -139,10 +139,27 @@ class Free(NamedTuple):
 
 
 class Save(NamedTuple):
-    """See ``Memories.save``; the ranks gather keys and values."""
+    """See ``Memories.save``; the ranks gather keys, values and states."""
 
     sequence: int
     segment: int | None
+    older: tuple[int, ...] = ()
+
+
+class SaveSnapshot(NamedTuple):
+    """See ``Memories.save_snapshot``; likewise."""
+
+    sequence: int
+    length: int
+
+
+class LoadState(NamedTuple):
+    """See ``Memories.load_kept``, or with ``snapshot`` ``load_snapshot``: what the rank has of the state."""
+
+    sequence: int
+    length: int
+    parts: dict[str, Tensor]
+    snapshot: bool
 
 
 class SaveRows(NamedTuple):
@@ -187,7 +204,9 @@ Message = (
     | Rest
     | Free
     | Save
+    | SaveSnapshot
     | SaveRows
+    | LoadState
     | Load
     | LoadRows
 )

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from saccade.engine.memory.saved_memory import OLDER
 from saccade.engine.ranks.counts import (
     LateOfAll,
     exchange,
@@ -25,6 +26,7 @@ from saccade.engine.ranks.messages import (
     Fork,
     Load,
     LoadRows,
+    LoadState,
     Look,
     Message,
     Pin,
@@ -34,6 +36,7 @@ from saccade.engine.ranks.messages import (
     Run,
     Save,
     SaveRows,
+    SaveSnapshot,
     Settled,
     TakeCounts,
     TakeSeen,
@@ -50,6 +53,7 @@ from saccade.engine.watch.maps import Maps
 from saccade.engine.watch.phase_stats import Late
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.states import StateFormat
 from saccade.models.runner import HFRunner
 
 if TYPE_CHECKING:
@@ -73,6 +77,10 @@ class OtherRank(RankWorker):
         self._group, self._pool, self._steps = group, pool, steps
         self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
         self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
+
+    @property
+    def _states(self) -> StateFormat | None:
+        return None if self._pool.states is None else self._pool.states.format
 
     def group_of(self) -> Group:
         """See RankWorker."""
@@ -112,7 +120,13 @@ class OtherRank(RankWorker):
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
-                gathered(self._group, memories.save(*message).tensors, 1)
+                gathered(self._group, memories.save(*message).tensors, 1, self._states)
+            elif isinstance(message, SaveSnapshot):
+                own = memories.save_snapshot(*message) or {}
+                gathered(self._group, {f"{OLDER}/{name}": one for name, one in own.items()}, 1, self._states)
+            elif isinstance(message, LoadState):
+                sequence, length, parts, snapshot = message
+                (memories.load_snapshot if snapshot else memories.load_kept)(sequence, length, parts)
             elif isinstance(message, SaveRows):
                 gathered(self._group, memories.save_rows(*message), 1)
             elif isinstance(message, (Load, LoadRows)):
