@@ -12,6 +12,7 @@ from gguf_files import FAMILIES as GGUF_FAMILIES
 from gguf_files import WIDE, tiny, write
 from packed_files import FOLDERS, quantise
 from rank_helpers import PROMPTS, greedy, make, same
+from test_lora import write_adapter
 from tiny_models import CONFIGS, make_checkpoint, one_thread  # noqa: F401
 
 from saccade import ranks
@@ -161,3 +162,15 @@ def test_gguf_files(family, tmp_path, threads):
     """Blocks are not cut; embedding and head are each rank's whole where they are blocks."""
     made = tiny(family, tmp_path / "made", **WIDE, max_position_embeddings=512)
     ask(write(made, tmp_path / "m.gguf", Kind.Q8_0), (1, 2), POLICIES[1:], exact=False)
+
+
+@pytest.mark.parametrize("family", thorough_but(("gemma2",), ("llama", "gemma2", "qwen3_5_text")))
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_adapters_are_added_before_the_cut(family, dora, tmp_path, threads):
+    made = make_checkpoint(family, tmp_path / "base", max_position_embeddings=512)
+    adapter = write_adapter(made, tmp_path / "adapter", targets=("q_proj", "v_proj", "down_proj"), use_dora=dora)
+    ask(made, (1, 2), lora=adapter)
+
+
+def test_the_first_layers_alone(tmp_path, threads):
+    ask(make_checkpoint("qwen3_moe", tmp_path, **wider("qwen3_moe", 2)), (1, 2), POLICIES[1:], layers=2)
