@@ -122,7 +122,7 @@ class PackedWeights(SafetensorsWeights):
         if wanted:
             return self._vector(f"{name}.bias")
         if f"{name}.bias" in self._files and bool(self.whole(f"{name}.bias").any()):
-            raise SaccadeError("has a bias, which the model that config.json describes has not")
+            raise ModelError(f"{self._folder}: {name}: has a bias, which the model that config.json describes has not")
         return None
 
     def _vector(self, name: str) -> Tensor:
