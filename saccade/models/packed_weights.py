@@ -67,9 +67,8 @@ class PackedWeights(SafetensorsWeights):
             forget_file_pages(self.whole(f"{name}.{part}"))
         return made if self.parts is None else self.parts.matrix(name, made)
 
-    def _made(self, name: str, bias: bool | None) -> Matrix:
-        """Without a bias where that is None."""
-        return self._of(name, self._held(name), None if bias is None else self._bias(name, bias))
+    def _made(self, name: str, bias: bool) -> Matrix:
+        return self._of(name, self._held(name), self._bias(name, bias))
 
     def _part(self, name: str, bias: bool, parts: Parts) -> Matrix:
         """What a rank has: of the tensors, or where words or blocks of them hold others' outputs too, of the matrix."""
@@ -102,9 +101,10 @@ class PackedWeights(SafetensorsWeights):
         start, _, part = name.rpartition(".")
         whole = f"{start}.{'down' if part == 'down' else 'gate_up'}_proj"  # of all experts, gate and up in turns
         turn = slice(None) if part == "down" else slice(part == "up", None, 2)
-        stacked, bias = self._made(whole, None), self._vector(f"{whole}.bias")
-        rows = stacked.weight.view(count, -1, stacked.weight.shape[1])[:, turn]
-        rows, biases = rows[own.start : own.stop], bias[own.start : own.stop, turn]
+        kept = slice(own.start, own.stop)
+        stacked = self._of(whole, {part: one[kept] for part, one in self._held(whole).items()}, None)
+        rows = stacked.weight.view(len(own), -1, stacked.weight.shape[1])[:, turn]
+        biases = self._vector(f"{whole}.bias")[kept, turn]
         return [
             packed(stacked.like([weight.contiguous()], bias.contiguous()))
             for weight, bias in zip(rows.unbind(), biases.unbind())
