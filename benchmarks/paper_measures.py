@@ -17,13 +17,13 @@ from torch.nn.functional import cosine_similarity
 
 from saccade.kv.view import KVView
 from saccade.methods.cis import CIS
-from saccade.methods.double_sparsity import DoubleSparsity
 from saccade.methods.eviction import AdaKV, SnapKV
-from saccade.methods.h2o import H2O
-from saccade.methods.hshare import HShare
 from saccade.methods.policy import parse_method
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
+from saccade_contrib.double_sparsity import DoubleSparsity
+from saccade_contrib.h2o import H2O
+from saccade_contrib.hshare import HShare
 
 ALIKE = 0.8
 SHARING = [(anchors, s) for anchors in ("retrieved", "any") for s in (8, 16, 20, 32)]

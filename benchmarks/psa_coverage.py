@@ -25,7 +25,7 @@ from saccade.engine.messages import AddRequest
 from saccade.engine.observing import observing
 from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.watch.observe import AttentionCall
-from saccade.eval.facts import make_facts, plant
+from saccade.facts import make_facts, plant
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
 from saccade.prose import generate

@@ -27,6 +27,7 @@ from python_overhead import Counter, Step, watch_kernels
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.methods.outside import load_outside
 from saccade.methods.registry import AROUND, METHODS, PRESETS
 
 FIRST, LAST = 4, -1  # steps that count: all that decode, without the first ones and the one that ends them
@@ -39,6 +40,7 @@ UNCALIBRATED = {
 
 def every_policy() -> list[str]:
     """All that may decode, dense first, and all presets."""
+    load_outside()
     methods = {**METHODS, **AROUND}
     names = [name for name, method in methods.items() if "decode" in method.phases and name != "dense"]
     return ["dense", *(UNCALIBRATED.get(name, name) for name in names), *PRESETS]

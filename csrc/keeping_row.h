@@ -1,5 +1,5 @@
 // A decode row that reads the keys that its units have left, evicting methods' (saccade/methods/kept_on_host.py): each
-// unit's list takes the row's own key in. Where keys are weighed (H2O's) it adds up what they weigh, and evicts the
+// unit's list takes the row's own key in. Where keys are weighed it adds up what they weigh, and evicts the
 // lightest of a list that is too long.
 #pragma once
 

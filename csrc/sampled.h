@@ -1,6 +1,5 @@
-// MagicPIG's draw and what follows from it (saccade/methods/magicpig/tables.py): keys in buckets by hash code, the keys
-// that share enough buckets with a query, what corrects for each one's chance to be among them, and attention over such
-// lists.
+// Keys in buckets by hash code, the keys that share enough buckets with a query, what corrects for each one's chance to be
+// among them, and attention over such lists.
 #pragma once
 
 #include "decode_task.h"

@@ -1,4 +1,4 @@
-"""lm-eval under a policy: pip install 'saccade-llm[eval]', then any of its tasks, by default one of our own."""
+"""lm-eval under a policy: pip install 'saccade-llm[lm-eval]', then any of its tasks, by default one of our own."""
 
 import sys
 from pathlib import Path

@@ -33,8 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # until it is done: what is imported and collected is no garbage
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        from saccade.methods.outside import load_outside
+
+        load_outside()  # what tests hold of every method holds of saccade-contrib's, too
 
 
 def pytest_collection_finish() -> None:

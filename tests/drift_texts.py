@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade.eval.drift.passage import Passage, passage_of
+from saccade.passage import Passage, passage_of
 
 LONG = " ".join(f"line {at}," for at in range(400))
 TEXT = " ".join(f"the {word} of line {at} is {at * at % 97};" for at in range(12) for word in ("sum", "name", "end"))

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.outside import load_outside
 from saccade.methods.registry import METHODS
 from saccade.ops import Call, run
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri
+
+load_outside()  # the matrix has the methods of saccade-contrib, too
 
 # Over a phase of a report: what hangs on the machine, and on who else is in a step.
 UNTIMED = {"seconds": 0, "tokens_per_second": 0, "paths": []}

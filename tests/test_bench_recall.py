@@ -14,7 +14,7 @@ from helpers import generator, random_selection
 from saccade.bench.inputs import problem_of
 from saccade.bench.recall.equal import at_equal_recall
 from saccade.bench.recall.families import FAMILIES, generate
-from saccade.bench.recall.ladders import DECODE, PREFILL, ladder, ladders
+from saccade.bench.recall.ladders import DECODE, PREFILL, declared, ladder, ladders
 from saccade.bench.recall.measure import RecallRow, Settings, layer_of, measure, prefill, steps
 from saccade.bench.recall.table import markdown
 from saccade.bench.recall.truth import Oracle, Truth, sampled_rows, spread_blocks, true_weights
@@ -176,7 +176,7 @@ def test_sinks_and_flat_heads_are_what_they_are_called():
 def test_ladders():
     texts = [text for text, _ in ladder("minference(vertical=10|20, slash=30|40)", "prefill").steps]
     assert texts == ["minference(vertical=10, slash=30)", "minference(vertical=20, slash=40)"]
-    for phase, known in (("prefill", PREFILL), ("decode", DECODE)):
+    for phase, known in (("prefill", PREFILL), ("decode", (*DECODE, *declared()))):
         assert len({one.text for one in ladders(None, phase)}) == len(known)
     assert [one.text for one in ladders(["flexprefill"], "prefill")] == [
         "flexprefill(lines=token)",
@@ -235,7 +235,7 @@ def test_decode_steps_see_their_own_keys_alone():
     assert float(done.error.mean()) > 1e-3
 
 
-@pytest.mark.parametrize("text", DECODE)
+@pytest.mark.parametrize("text", [*DECODE, *declared()])
 def test_every_decode_ladder_runs(text):
     """Methods with states, watching ones among them, over steps that follow each other."""
     settings, own = layer("decode", 3, times=False)

@@ -16,7 +16,6 @@ from saccade.methods.labels.store import Labels
 from saccade.methods.lfps import LFPS
 from saccade.methods.lfps import cpu as lfps_cpu
 from saccade.methods.loopserve import cpu as loopserve_cpu
-from saccade.methods.magicpig.tables import HashTables, draw
 from saccade.ops import Call, attend, cpu, cpu_rows, cpu_sums, run
 from saccade.ops.cpu_structs import native
 from saccade.selection import (
@@ -30,6 +29,7 @@ from saccade.selection import (
     Shape,
     Tokens,
 )
+from saccade_contrib.magicpig.tables import HashTables, draw
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

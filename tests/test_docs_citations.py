@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "algorithms.md"
-FOLDERS = ("saccade", "csrc", "tests", "benchmarks", "train", "plugins")
+FOLDERS = ("saccade", "contrib", "csrc", "tests", "benchmarks", "train", "plugins")
 SUFFIXES = {".py", ".cpp", ".h", ".sh"}
 
 NUMBER = r"\d+(?:\.\d+)?"

@@ -52,15 +52,6 @@ def test_the_readme_is_short_and_shows_a_picture():
     assert "](docs/results/heads.png)" in text
 
 
-def test_factors_in_the_readme_stand_in_a_document():
-    """``17.8x``, ``33x``: each is a factor of some table or list of docs."""
-    held = " ".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))
-    factors = set(re.findall(r"\b(\d+(?:\.\d+)?)x\b", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert factors
-    shown = {factor: re.escape(factor) + ("0*" if "." in factor else "") for factor in factors}
-    assert not [factor for factor in sorted(factors) if not re.search(rf"(?<![\d.]){shown[factor]}(?!\d)", held)]
-
-
 def test_claims_agree_with_their_measurement():
     """Both pages give the factors of LFPS's decode step from the same three runs."""
     names = ("claims.md", "results/claims-decode.md")

@@ -80,7 +80,7 @@ def test_density_is_attended_over_causal_pairs_everywhere(llm, tiny_llama):
 
 
 def test_the_evaluation_has_the_same_density(llm):
-    from saccade.cli.demo import Row
+    from saccade.eval_cli.demo import Row
 
     report = llm.generate(random_ids(300, seed=3), GREEDY, policy="streaming(window=40)")[0].report
     assert Row("p", 1, [report], 1.0).density("prefill") == pytest.approx(report["prefill"]["density"], abs=1e-4)

@@ -11,13 +11,13 @@ from engine_helpers import make
 from helpers import planted_heads
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401
 
-from saccade.cli.model_card import model_card
 from saccade.errors import PolicyError, SaccadeError
 from saccade.eval import gates
 from saccade.eval.gates_accuracy import KeyRanges, budget_policies, causal, discrimination, needle_ranges
 from saccade.eval.gates_card import Plan, Roles, markdown, measure_card, with_causes
 from saccade.eval.render import Prompt
 from saccade.eval.samples import Sample, Turn
+from saccade.eval_cli.model_card import model_card
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.policy import Policy

@@ -15,9 +15,9 @@ from saccade.engine.observing import observing_logits
 from saccade.errors import RequestError
 from saccade.eval.drift.kept import Kept, KeptWeight, kept_weight
 from saccade.eval.drift.measure import compared, contradiction, run
-from saccade.eval.drift.passage import passage_of
 from saccade.eval.stats import Interval, stretch_interval
 from saccade.methods.policy import Policy
+from saccade.passage import passage_of
 from saccade.selection import Band, Shape
 
 

@@ -14,13 +14,13 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
 from saccade.eval.drift import study
 from saccade.eval.drift.measure import run
-from saccade.eval.drift.passage import Passage, made_passage, passage_of
 from saccade.eval.drift.recommend import recommend
 from saccade.eval.drift.rows import DENSE, ROUNDING, Row
 from saccade.eval.drift.study import RECORDS, REPORT, measure_drift
 from saccade.eval.setting import load
 from saccade.eval.stats import Interval
 from saccade.methods.policy import Policy, split_policies
+from saccade.passage import Passage, made_passage, passage_of
 
 
 @pytest.fixture

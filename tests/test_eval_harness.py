@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[lm-eval]'")
 
 import torch
 from lm_eval.api.instance import Instance

@@ -13,10 +13,10 @@ from eval_calls import make_call, three_heads
 from helpers import brute_force, planted_heads
 from tiny_models import one_thread, random_ids  # noqa: F401
 
-from saccade.cli.inspect import parse_layers
 from saccade.errors import PolicyError, SaccadeError
 from saccade.eval.render import render
 from saccade.eval.suite import make as make_task
+from saccade.eval_cli.inspect import parse_layers
 from saccade.llm import LLM
 from saccade.selection import Band, Shape
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_report_and_maps(capsys, tmp_path):
 
 
 def test_lm_eval(capsys):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[lm-eval]'")
     main_of("lm_eval_tasks")()
     assert "recall" in capsys.readouterr().out
 
@@ -79,3 +80,34 @@ def test_server_client(capsys):
     rows = capsys.readouterr().out.splitlines()
     assert ["7391-XKQ" in row for row in rows] == [True, False, True]
     assert "prefill 100.0%" in rows[0]
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    """Its code cells in their order, in one process as a kernel would run them. It is stored without outputs."""
+    matplotlib = pytest.importorskip("matplotlib", reason="pip install 'saccade-llm[eval]'")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((FOLDER / "compare.ipynb").read_text(encoding="utf-8"))["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in codes)
+    names: dict = {"__name__": "__main__"}
+    settings, *others = ("".join(cell["source"]) for cell in codes)
+    exec(compile(settings, "settings", "exec"), names)
+    question = names["QUESTIONS"][0]
+    text = names["TEXT"][names["TEXT"].index(question) :][:1000]
+    names |= {"TEXT": text + text[:200], "FORCED": 48, "TOKENS": 9, "QUESTIONS": [question]}
+    for number, code in enumerate(others):
+        exec(compile(code, f"cell {number}", "exec"), names)
+    assert names["answers"][question, "dense"] == names["answers"][question, "psa"] == " 9877-PTC"
+    assert set(names["drift"]) == set(names["POLICIES"])
+    drift = names["drift"]
+    assert drift["psa"]["kl"] < 0.1 < drift["streaming(window=512)"]["kl"]
+    assert 0 < drift["psa"]["decode"] < 1 == drift["psa"]["prefill"]
+    assert drift["streaming(window=512)"]["kept"] < 0.9 < drift["psa"]["kept"]
+    assert (tmp_path / "maps" / "heads.csv").is_file()
+    assert len(names["pictures"]) == 2
+    assert len(pyplot.get_fignums()) == 2
+    pyplot.close("all")
+    assert "agrees" in capsys.readouterr().out

@@ -65,7 +65,7 @@ NAMED = re.compile(rf"(?:saccade/)?((?:{ROOMS})/[\w/]+\.py)\b|(csrc/\w+\.(?:h|cp
 
 def texts() -> list[Path]:
     """The files of the package's code."""
-    found = [path for folder in ("saccade", "csrc") for path in sorted((TREE / folder).rglob("*"))]
+    found = [path for folder in ("saccade", "contrib", "csrc") for path in sorted((TREE / folder).rglob("*"))]
     return [path for path in found if path.suffix in (".py", ".h", ".cpp")]
 
 

@@ -14,7 +14,7 @@ from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import PolicyError, SaccadeError
-from saccade.eval.facts import is_correct, make_facts, plant
+from saccade.facts import is_correct, make_facts, plant
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS

@@ -14,11 +14,11 @@ from tiny_models import make_checkpoint, random_ids
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.double_sparsity import DoubleSparsity
-from saccade.methods.hshare import HShare, donors
 from saccade.methods.labels import Labels
-from saccade.methods.offline import ChannelMeans
 from saccade.methods.topk import TopK
+from saccade_contrib.calibrations import ChannelMeans
+from saccade_contrib.double_sparsity import DoubleSparsity
+from saccade_contrib.hshare import HShare, donors
 
 UNITS = {"q_head": [[0], [1], [2], [3]], "kv_head": [[0, 1], [2, 3]]}
 
@@ -170,7 +170,7 @@ def test_a_missing_calibration_names_its_command_which_makes_it(tmp_path, kind, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["masks"], "calibration 'masks' is unknown; known: channels, skew, patterns, locality"),
+        (["masks"], "calibration 'masks' is unknown; known: channels, locality, patterns, skew"),
         (["skew", "--tokens", "1"], "tokens=1 must"),
     ],
 )

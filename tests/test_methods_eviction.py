@@ -17,9 +17,9 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.eviction import AdaKV, SnapKV
-from saccade.methods.h2o import H2O
 from saccade.ops import Call, run
 from saccade.selection import Dense, Tokens
+from saccade_contrib.h2o import H2O
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 UNITS = {"q_head": [[0], [1], [2], [3]], "kv_head": [[0, 1], [2, 3]]}

@@ -15,9 +15,9 @@ from saccade.engine.observing import observing
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.infinigen import InfiniGen
-from saccade.methods.offline import Skew
 from saccade.selection import Dense
+from saccade_contrib.calibrations import Skew
+from saccade_contrib.infinigen import InfiniGen
 
 UNITS = {"q_head": [[0], [1], [2], [3]], "kv_head": [[0, 1], [2, 3]]}
 

@@ -12,9 +12,9 @@ from helpers import planted_heads
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.magicpig import MagicPIG
 from saccade.ops import Call, attend, run
 from saccade.selection import Cone, Dense, Sampled, cut, without
+from saccade_contrib.magicpig import MagicPIG
 
 
 def problem(n: int = 90, seed: int = 1, heads: int = 4, kv_heads: int = 2, spread: float = 1.0):

@@ -9,9 +9,9 @@ import torch
 from helpers import generator
 
 from saccade.kv.view import KVView
-from saccade.methods.magicpig.tables import GUARD, HashTables, draw
 from saccade.ops import Call, attend, cpu, run
 from saccade.selection import Sampled, Shape, Tokens
+from saccade_contrib.magicpig.tables import GUARD, HashTables, draw
 
 HEADS, KV_HEADS, DIM, BITS, TABLES = 6, 2, 48, 3, 20
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

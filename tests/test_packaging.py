@@ -30,8 +30,8 @@ def test_the_distribution_has_a_name_of_its_own():
 
 
 def test_installation_hints_name_extras_of_the_distribution():
-    wrong = re.compile(r"pip install [^`\n]*\bsaccade(?!-llm)\b")
-    named = re.compile(r"saccade-llm\[(\w+)\]")
+    wrong = re.compile(r"pip install [^`\n]*\bsaccade(?!-(?:llm|contrib|eval)\b)\b")
+    named = re.compile(r"saccade-llm\[([\w-]+)\]")
     seen = set()
     for file in TEXTS:
         text = file.read_text(encoding="utf-8")

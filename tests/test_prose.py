@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from saccade.eval.facts import Fact, is_correct, make_facts, plant
+from saccade.facts import Fact, is_correct, make_facts, plant
 from saccade.prose import generate
 
 

@@ -19,13 +19,14 @@ from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, Finish
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.rank_limits import why_not
 from saccade.errors import PolicyError, RequestError, SaccadeError
-from saccade.methods import labels, prehoc
+from saccade.methods import prehoc
 from saccade.methods.offline import KINDS
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations, save_calibration
 from saccade.models.loader import load_model
 from saccade.models.shards import shard
 from saccade.selection.head_part import HeadPart
+from saccade_contrib.channels import CALIBRATION
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +261,7 @@ def test_calibrations_are_shared_out(tmp_path):
     folder = make_checkpoint("llama", tmp_path, num_key_value_heads=2)
     spec = load_model(folder).spec
     rng = torch.Generator().manual_seed(3)
-    for kind in (labels.CALIBRATION, prehoc.LOCALITY):
+    for kind in (CALIBRATION, prehoc.LOCALITY):
         shapes = KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
         layers = [
             {name: torch.rand(shape, generator=rng) for name, shape in shapes.items()} for _ in range(spec.layers)

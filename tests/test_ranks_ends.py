@@ -22,6 +22,7 @@ from saccade import ranks
 from saccade.engine.ranks import link as rank_link
 from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
 from saccade.engine.ranks.other import OtherRank
+from saccade.engine.ranks.worker import FirstRank, RankWorker
 from saccade.engine.rows.layers_pass import LayersPass
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker
@@ -107,24 +108,31 @@ def on_a_thread(monkeypatch):
         assert not thread.is_alive()
 
 
-def test_what_fails_in_another_rank_alone(tiny_llama, on_a_thread, monkeypatch):
-    """A request that one rank fails has an error; others go on."""
+@pytest.mark.parametrize(
+    "policy", ["dense", "quest(budget=32, block_size=16, dense_layers=0)", "adakv(capacity=16, window=4)"]
+)
+@pytest.mark.parametrize("fails", [OtherRank, FirstRank])
+def test_what_fails_in_one_rank_alone(fails, policy, tiny_llama, on_a_thread, monkeypatch):
+    """A request that one rank fails has an error, and a report of the steps before; others go on."""
 
     def failing(self, step, *more):
         result = Worker.run(self, step, *more)
         for one in step.scheduled:
-            if one.start == len(PROMPTS[3]) + 2:
+            if type(self) is fails and one.start == len(PROMPTS[3]) + 2:
                 result.requests[one.request_id].error = "planted"
         return result
 
-    monkeypatch.setattr(OtherRank, "run", failing)
+    monkeypatch.setattr(RankWorker, "run", failing, raising=False)
     with make(tiny_llama, 2) as llm:
-        first, second = (llm.engine.add(ids, greedy(6), Policy()) for ids in (PROMPTS[3], PROMPTS[1]))
+        first, second = (llm.engine.add(ids, greedy(6), Policy.parse(policy)) for ids in (PROMPTS[3], PROMPTS[1]))
         finish(llm.engine)
-        assert first.error == "decode: it failed in another rank"
+        assert first.error == ("decode: it failed in another rank" if fails is OtherRank else "planted")
+        counted = [one.report.decode.layers[0].attended for one in (first, second)]
+        assert any(one is None for one in counted) or len(counted[0]) == len(counted[1])
         assert second.error is None
         assert llm.pool.used_blocks == 0
-        assert llm.generate(PROMPTS[1], greedy(6))[0].outputs[0].token_ids == second.final_ids
+        (output,) = llm.generate(PROMPTS[1], greedy(6), policy=policy)
+        assert output.outputs[0].token_ids == second.final_ids
 
 
 def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):

@@ -14,7 +14,7 @@ from covering import spread
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from saccade.errors import ModelError
-from saccade.eval.facts import Fact, is_correct, make_facts, plant
+from saccade.facts import Fact, is_correct, make_facts, plant
 from saccade.models import cached, reference
 from saccade.models.reference import cache, codes, rotary
 from saccade.models.reference.layout import LAYERS

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
-PARTS = ("saccade", "tests", "train", "docs", "tools", "pyproject.toml", "README.md")
+PARTS = ("saccade", "contrib", "tests", "train", "docs", "tools", "pyproject.toml", "README.md")
 LONGEST = 300  # seconds that one entry's tests may take; a mistake that makes them hang is noticed, too
 # An editable install may look up its modules by a finder of its own, before PYTHONPATH.
 SITE = 'import sys\nsys.meta_path[:] = [one for one in sys.meta_path if not hasattr(one, "known_source_files")]\n'
@@ -82,7 +82,7 @@ def copied():
 
 def run(copy: Path, arguments: list[str], seconds: float) -> tuple[int | None, str]:
     """pytest's exit status in ``copy`` (None: it took too long), and the end of what it said."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'contrib'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not thorough", *arguments]
     try:
         done = subprocess.run(

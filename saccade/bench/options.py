@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from saccade.cli.lengths import lengths, parts
 from saccade.errors import SaccadeError
 
 if TYPE_CHECKING:
     import torch
 
-LONGEST = 1 << 22  # tokens of a context
+__all__ = ["at_least", "choice", "density", "device", "lengths", "method_text", "parts", "storage"]
 
 Model = Annotated[str, typer.Option(help="random (a random 125M Llama), a built-in model, or a checkpoint folder.")]
 Contexts = Annotated[str, typer.Option(help="Context lengths, separated by commas.")]
@@ -53,21 +54,6 @@ def device(name: str) -> torch.device:
 def at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise SaccadeError(f"{name}={value} must be at least {least}")
-
-
-def parts(text: str, separator: str) -> list[str]:
-    return [part.strip() for part in text.split(separator) if part.strip()]
-
-
-def lengths(text: str, least: int = 1) -> list[int]:
-    """Context lengths of at least ``least`` tokens, written as 4096,16384."""
-    listed = parts(text, ",")
-    for part in listed or [text]:
-        if not part.isdecimal() or not least <= int(part) <= LONGEST:
-            raise SaccadeError(
-                f"contexts: '{part}' is not a length from {least} to {LONGEST}; write them as 4096,16384"
-            )
-    return [int(part) for part in listed]
 
 
 def density(text: str) -> float:

@@ -21,7 +21,7 @@ def calibrate(
     kind: Annotated[
         str,
         typer.Argument(
-            help="channels (double_sparsity, hshare), skew (infinigen), patterns (minference) or locality (psaw, cpe)."
+            help="patterns (minference), locality (psaw, cpe), or a kind that a method of another package brings."
         ),
     ],
     model: Annotated[str, MODEL] = "retriever",
@@ -37,15 +37,17 @@ def calibrate(
 ) -> None:
     """Learn what a method needs to know of a model from a text, once, and store it in the model's folder.
 
-    saccade calibrate channels --model path/to/checkpoint
+    saccade calibrate patterns --model path/to/checkpoint
     """
     from saccade.methods.minference import CALIBRATION
     from saccade.methods.offline import KINDS
+    from saccade.methods.outside import load_outside
     from saccade.methods.policy import Policy
     from saccade.methods.prehoc import LOCALITY
 
+    load_outside()
     if kind not in KINDS:
-        raise RequestError(f"calibration {kind!r} is unknown; known: {', '.join(KINDS)}")
+        raise RequestError(f"calibration {kind!r} is unknown; known: {', '.join(sorted(KINDS))}")
     if tokens < 2:
         raise RequestError(f"tokens={tokens} must be at least 2")
     if keys is not None and kind != CALIBRATION:
@@ -100,7 +102,7 @@ def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
 def _prompt(llm: LLM, text: str | None, tokens: int, looks_up: bool = False) -> list[int]:
     """The text's first ``tokens``, or so many of generated prose; with ``looks_up`` facts of it are said again in its
     last quarter, so that rows there look far back."""
-    from saccade.eval.drift.passage import made_passage
+    from saccade.passage import made_passage
     from saccade.prose import generate
 
     most = min(tokens, llm.max_model_len - 1)

@@ -115,8 +115,10 @@ def _models(device: torch.device) -> dict[str, str]:
 
 def _recorded() -> dict[str, str]:
     """Which methods a GPU decodes by in steps that many requests share; and why it takes the row path for others."""
+    from saccade.methods.outside import load_outside
     from saccade.methods.registry import METHODS
 
+    load_outside()
     methods = [method for method in METHODS.values() if "decode" in method.phases]
     served = sorted(method.name for method in methods if method.rows_only is None)
     others = {method.name: f"on the row path: {method.rows_only}" for method in methods if method.rows_only is not None}

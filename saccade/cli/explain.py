@@ -28,7 +28,7 @@ def explain(
 
     saccade explain --policy psa -m smollm2
     """
-    from saccade.bench.options import lengths as parsed
+    from saccade.cli.lengths import lengths as parsed
     from saccade.engine.steps.paths import MEANINGS
 
     with load_model(config) as llm:

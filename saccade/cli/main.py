@@ -15,19 +15,16 @@ import typer
 from saccade.cli import (
     calibrate,
     chat,
-    demo,
     doctor,
     explain,
     fetch,
     generate,
     given,
     info,
-    inspect,
+    measuring,
     methods,
     serve,
-    tune,
 )
-from saccade.cli import eval as evaluation
 from saccade.cli import sessions as kept_sessions
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
@@ -44,16 +41,16 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("sessions")(kept_sessions.sessions)
 app.command("serve")(serve.serve)
-app.command("demo")(demo.demo)
+measuring.add(app, "demo")
 app.command("fetch")(fetch.fetch)
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
-app.command("inspect")(inspect.inspect)
+measuring.add(app, "inspect")
 app.command("calibrate")(calibrate.calibrate)
-app.command("tune")(tune.tune)
+measuring.add(app, "tune")
 app.command("methods")(methods.methods)
 app.command("explain")(explain.explain)
-app.add_typer(evaluation.app, name="eval")
+measuring.add(app, "eval")
 
 # typer's own usage errors, wherever its version keeps click
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -78,11 +75,7 @@ def _root(
 
 @functools.cache  # once: what is mounted again is listed and searched again
 def _mount_bench() -> None:
-    from saccade.bench.cli import app as bench_app
-    from saccade.cli.recall import recall  # which may record a model's attention: eval and bench do not meet below
-
-    bench_app.command("recall")(recall)
-    app.add_typer(bench_app, name="bench", help="Measure kernels and methods against dense and the machine's limits.")
+    measuring.add(app, "bench")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -6,8 +6,8 @@ One character is about one token of the retriever.
 
 from __future__ import annotations
 
-from saccade.eval.facts import Fact, make_facts, plant
 from saccade.eval.samples import Sample, Turn
+from saccade.facts import Fact, make_facts, plant
 from saccade.prose import generate
 
 VERSION = "1"

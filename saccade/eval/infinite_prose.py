@@ -1,7 +1,7 @@
 """InfiniteBench's kinds of tasks over prose, made up or from a file of the user's: no data is needed.
 
 Eight of the ten, in its layout and with its scores. Zh.QA needs a Chinese book and Code.Debug a body of code. Books are
-stretches of the text with facts planted in them, as ``saccade.eval.facts`` makes them; in the dialogue what a masked
+stretches of the text with facts planted in them, as ``saccade.facts`` makes them; in the dialogue what a masked
 speaker says tells who it is. A summary is asked in 128 tokens, as it is four sentences long.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval import infinitebench
-from saccade.eval.facts import Fact, make_facts, plant
 from saccade.eval.haystack import PROSE
 from saccade.eval.lengths import LEAST, Lengths, fit
 from saccade.eval.natural.texts import Words
 from saccade.eval.samples import Sample
 from saccade.eval.suite.rng import Rng
+from saccade.facts import Fact, make_facts, plant
 
 VERSION = "1"
 FACTS, KINDS, SPEAKERS = 8, 4, 4  # facts of a book, of so many kinds in turn; speakers of a dialogue

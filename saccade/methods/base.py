@@ -33,6 +33,7 @@ from saccade.methods.borrowed import Borrowed
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState, WholeRows
+from saccade.methods.measured import Measured
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
@@ -129,6 +130,7 @@ class PolicyPart:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     phases: ClassVar[tuple[str, ...]] = ()
+    calibrations: ClassVar[Mapping[str, type]] = {}  # classes over offline.Calibration that it brings, by kind
 
     @cached_property
     def text(self) -> str:
@@ -153,6 +155,7 @@ class Method(PolicyPart):
     deferred: ClassVar[bool] = False  # whether it stands for a method that is named when a request comes
     begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
+    measured: ClassVar[Measured | None] = None  # how boards and recall set it, of methods from outside the package
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
     numbers_heads: ClassVar[bool] = False  # whether it draws by a KV head's number in its layer
     rows_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do

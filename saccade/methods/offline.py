@@ -1,15 +1,14 @@
-"""What is learnt of a model offline: the statistics of a layer's queries and keys over a calibration text.
-
-A calibration sees each prefill chunk, in float32, and ends in fp32 tensors by name.
-"""
+"""What is learnt of a model offline: the statistics of a layer's queries and keys over a calibration text."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.methods import infinigen, labels, minference, prehoc
+from saccade.methods import minference, prehoc
 from saccade.methods.base import Chunk
 from saccade.methods.minference import A_SHAPE, BLOCKS, LINES, SIZES, MInference
 from saccade.ops import Call, run
@@ -21,49 +20,25 @@ VERTICAL = (1 / 8, 1 / 4, 1 / 2, 7 / 8)  # shares of the keys that columns get; 
 SINKS = 1 / 5  # of an a-shape's keys, as the paper's 1024 and 4096
 
 
-class ChannelMeans:
-    """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
-    product is the mean |q k| over all pairs (Double Sparsity)."""
+class Calibration:
+    """Base of what is learnt of one layer, made without arguments. It sees each prefill chunk, in float32, and ends in
+    fp32 tensors by name. A method from outside the package brings its kinds as ``calibrations``."""
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.q: Tensor | float = 0.0
-        self.k: Tensor | float = 0.0
+    of_layers: ClassVar[bool] = False  # whether a reader wants all heads of a layer, where processes share them out
+    of_channels: ClassVar[bool] = False  # whether it says something of single channels of keys
 
     @staticmethod
     def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Of the result's tensors, by name."""
-        return dict.fromkeys("qk", (kv_heads, head_dim))
+        raise NotImplementedError
 
     def add(self, chunk: Chunk) -> None:
-        q, k = chunk.q, _keys(chunk)
-        self.rows += k.shape[1]
-        self.q = self.q + q.double().abs().sum(1).unflatten(0, (k.shape[0], -1)).mean(1)
-        self.k = self.k + k.double().abs().sum(1)
+        """Look at a chunk of the text, whose keys and those before are there."""
+        raise NotImplementedError
 
     def result(self) -> dict[str, Tensor]:
-        return {name: (torch.as_tensor(sums) / self.rows).float() for name, sums in (("q", self.q), ("k", self.k))}
-
-
-class Skew:
-    """The right singular vectors of a group's queries, by falling singular value: an orthogonal fp32 [kv_heads,
-    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen). The order of its
-    columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
-
-    def __init__(self) -> None:
-        self.gram: Tensor | float = 0.0
-
-    @staticmethod
-    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        return {"skew": (kv_heads, head_dim, head_dim)}
-
-    def add(self, chunk: Chunk) -> None:
-        rows = chunk.q.double().unflatten(0, (chunk.shape.kv_heads, -1)).flatten(1, 2)  # [G, g * rows, d]
-        self.gram = self.gram + rows.transpose(1, 2) @ rows
-
-    def result(self) -> dict[str, Tensor]:
-        _, vectors = torch.linalg.eigh(torch.as_tensor(self.gram))
-        return {"skew": vectors.flip(-1).float()}
+        """The layer's tensors. RequestError where too little was seen."""
+        raise NotImplementedError
 
 
 def candidates(keys: int, block_size: int) -> list[tuple[int, int, int, int]]:
@@ -73,7 +48,7 @@ def candidates(keys: int, block_size: int) -> list[tuple[int, int, int, int]]:
     return [(A_SHAPE, sinks, keys - sinks, 0), *lines, (BLOCKS, 0, 0, max(1, keys // block_size))]
 
 
-class PatternSearch:
+class PatternSearch(Calibration):
     """The pattern of each query head whose output has the least squared error, summed over the prompt's rows, ties to
     the earlier candidate: fp32 [heads, 4] as ``candidates`` has them. Those read equally many keys a row, so that they
     cost alike, and each is run as it would run in use (MInference, Alg. 1 and 3.2)."""
@@ -106,12 +81,13 @@ class PatternSearch:
         return {SIZES: self.candidates[torch.as_tensor(self.errors).argmin(0)]}
 
 
-class Locality:
+class Locality(Calibration):
     """The mean weight of each query head on keys behind the first ``SINKS`` that lie in the first share of the context,
     for every share of ``prehoc.HIDDEN``: fp32 [heads, shares]. Of ``ROWS`` rows of a chunk, spread over the last
     quarter of what is there by then, where a text that says things twice looks far back."""
 
     ROWS = 64
+    of_layers: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.rows = 0
@@ -138,15 +114,5 @@ class Locality:
         return {prehoc.LOCALITY: (torch.as_tensor(self.sums) / self.rows).float()}
 
 
-def _keys(chunk: Chunk) -> Tensor:
-    """Of the chunk's own rows, [kv_heads, rows, head_dim]."""
-    return chunk.kv.keys(chunk.shape.q_start, chunk.shape.q_start + chunk.shape.q_len)
-
-
-OF_LAYERS = (prehoc.LOCALITY,)  # kinds of which a reader wants all heads of a layer
-KINDS: dict[str, type[ChannelMeans] | type[Skew] | type[PatternSearch] | type[Locality]] = {
-    labels.CALIBRATION: ChannelMeans,
-    infinigen.CALIBRATION: Skew,
-    minference.CALIBRATION: PatternSearch,
-    prehoc.LOCALITY: Locality,
-}
+# By the name that ``saccade calibrate`` takes; outside.register adds those of methods from outside the package.
+KINDS: dict[str, type[Calibration]] = {minference.CALIBRATION: PatternSearch, prehoc.LOCALITY: Locality}

@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
+from saccade.methods.offline import KINDS, Calibration
 from saccade.methods.registry import KNOWN, METHODS, MODIFIERS, PRESETS
 from saccade.methods.scored import ScoredBlocks
 
@@ -70,6 +71,8 @@ def register(part: Part) -> Part:
         if name in PRESETS or (before is not None and not _same(before, part)):
             taken = f"the policy {PRESETS[name]}" if before is None else f"{before.__module__}.{before.__qualname__}"
             raise PolicyError(f"{where}: the name '{name}' is taken by {taken}; choose another one")
+        _check_calibrations(part, where)
+        KINDS.update(part.calibrations)
         _outside[name] = KNOWN[name] = part
         if issubclass(part, Method):
             METHODS[name] = part
@@ -137,6 +140,16 @@ def _check_phases(part: type[PolicyPart], where: str) -> None:
                 f"{where} serves {phase} but has no select_{phase}: it would read everything; write it, or leave "
                 f"{phase} out of phases"
             )
+
+
+def _check_calibrations(part: type[PolicyPart], where: str) -> None:
+    """PolicyError for a kind of calibration that is no :class:`Calibration`, or is another class's already."""
+    for kind, made in part.calibrations.items():
+        if not (isinstance(made, type) and issubclass(made, Calibration)):
+            raise PolicyError(f"{where}: calibrations[{shown(kind)}] is no class over methods.offline.Calibration")
+        known = KINDS.get(kind, made)
+        if (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
+            raise PolicyError(f"{where}: the calibration '{kind}' is taken by {known.__module__}.{known.__qualname__}")
 
 
 def _take(entry: EntryPoint) -> None:

@@ -19,7 +19,7 @@ from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
 from saccade.methods.outside import load_outside, why_missing
-from saccade.methods.registry import KNOWN, METHODS, PRESETS
+from saccade.methods.registry import IN_CONTRIB, KNOWN, METHODS, PRESETS
 from saccade.methods.tails import BlockMethod
 
 LONGEST_TEXT = 2000  # every option of every place of a policy spelt out takes fewer characters
@@ -145,6 +145,8 @@ def part_named(name: str) -> type[PolicyPart]:
     """The method, window or freeze of a name. PolicyError, with what was probably meant, where there is none."""
     if name not in KNOWN:
         load_outside()
+    if name in IN_CONTRIB and name not in KNOWN and why_missing(name) is None:
+        raise PolicyError(f"method '{name}' is in saccade-contrib, which is not installed: pip install saccade-contrib")
     if name not in KNOWN:
         missing = "" if (why := why_missing(name)) is None else f" ({why})"
         raise PolicyError(f"unknown method '{name}'{_hint(name, KNOWN)}{missing}; known: {_known()}")

@@ -8,19 +8,14 @@ from saccade.methods.auto import Auto
 from saccade.methods.base import Method, PolicyPart
 from saccade.methods.cis import CIS
 from saccade.methods.dense import DenseMethod
-from saccade.methods.double_sparsity import DoubleSparsity
 from saccade.methods.eviction import AdaKV, SnapKV
 from saccade.methods.flashprefill import FlashPrefill
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.h2o import H2O
-from saccade.methods.hshare import HShare
-from saccade.methods.infinigen import InfiniGen
 from saccade.methods.infllm import InfLLM
 from saccade.methods.lfps import LFPS
 from saccade.methods.locks import Locks
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.lossless import Lossless
-from saccade.methods.magicpig import MagicPIG
 from saccade.methods.minference import MInference
 from saccade.methods.prehoc import ETF, PSAW
 from saccade.methods.psa import PSA
@@ -44,17 +39,12 @@ METHODS: dict[str, type[Method]] = {
         ArkVale,
         CIS,
         DenseMethod,
-        DoubleSparsity,
         FlashPrefill,
         FlexPrefill,
-        H2O,
-        HShare,
         InfLLM,
-        InfiniGen,
         LFPS,
         Locks,
         LoopServe,
-        MagicPIG,
         MInference,
         PSA,
         Quest,
@@ -79,6 +69,9 @@ MODIFIERS: dict[str, type[PolicyPart]] = {part.name: part for part in (ETF, PSAW
 AROUND: dict[str, type[Method]] = {method.name: method for method in (Auto, Lossless)}
 
 KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS, **AROUND}
+
+# Of the package saccade-contrib; where it is not installed, policies that name them are refused with that.
+IN_CONTRIB = ("double_sparsity", "h2o", "hshare", "infinigen", "magicpig")
 
 # Names for policies, or for sums that join others; every method's own name is one already.
 PRESETS: dict[str, str] = {"cpe": "cis+psaw+etf"}

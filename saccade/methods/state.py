@@ -165,7 +165,7 @@ def check(value: Any, sizes: Sizes) -> None:
 
 def _loaded_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> MethodState:
     name, version = data["state"], data.get("version")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
+    kind = _kind_named(name) if isinstance(name, str) else None
     if kind is None or kind.version != version:
         known = f"version {kind.version}" if kind is not None else "no such state, only " + ", ".join(sorted(_KINDS))
         raise SaccadeError(
@@ -182,6 +182,15 @@ def _loaded_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> Met
         if not is_of(value, hints[field]):
             raise SaccadeError(f"a saved {name} has {field}={shown(value, 60)}: it is damaged")
     return kind(**loaded)
+
+
+def _kind_named(name: str) -> type[MethodState] | None:
+    """The state of a class name, of methods from outside the package too."""
+    if name not in _KINDS:
+        from saccade.methods.outside import load_outside  # which imports methods, and these this module
+
+        load_outside()
+    return _KINDS.get(name)
 
 
 def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], states: Callable[[MethodState], MethodState]) -> Any:

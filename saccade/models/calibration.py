@@ -12,12 +12,11 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.files import written_whole
-from saccade.methods.offline import KINDS, OF_LAYERS
+from saccade.methods.offline import KINDS
 from saccade.models.interface import ModelSpec
 from saccade.selection.head_part import WHOLE, HeadPart
 
 FOLDER = "calibration"
-OF_CHANNELS = "channels", "skew"  # kinds that say something of single channels of keys
 
 
 def calibration_file(folder: Path, kind: str) -> Path:
@@ -55,7 +54,15 @@ class Calibrations:
         """Whether there is one of ``kind``."""
         return self.folder is not None and calibration_file(self.folder, kind).is_file()
 
+    def of_channels(self, kind: str | None) -> bool:
+        """Whether calibrations of ``kind`` say something of single channels of keys."""
+        return kind in KINDS and KINDS[kind].of_channels
+
     def _load(self, kind: str) -> list[dict[str, Tensor]]:
+        if kind not in KINDS:
+            raise PolicyError(
+                f"calibration '{kind}' is unknown; known: {', '.join(sorted(KINDS))}; its method is to bring it"
+            )
         command = f"saccade calibrate {kind} --model {self.folder or 'FOLDER'}"
         if self.folder is None or not self.has(kind):
             raise PolicyError(f"the model has no '{kind}' calibration; make it once with: {command}")
@@ -83,7 +90,7 @@ class Calibrations:
         return [
             {
                 name: self._own(stored[f"{layer}.{name}"], shape)
-                for name, shape in shapes(layer, parts if kind in OF_LAYERS else 1).items()
+                for name, shape in shapes(layer, parts if KINDS[kind].of_layers else 1).items()
             }
             for layer in range(spec.layers)
         ]

@@ -35,19 +35,6 @@ class KeptWords(NamedTuple):
     since: int
 
 
-class HeavyWords(NamedTuple):
-    """Words of H2O's rows, by unit: addresses of int32 ``keys`` [units, m], of float32 ``sums`` and ``pending`` weights
-    [units, m] and of int64 ``marks`` [units, 3]: entries; the length up to which keys are listed, and weighed."""
-
-    keys: int
-    sums: int
-    pending: int
-    marks: int
-    width: int  # m
-    budget: int
-    recent: int  # last keys that are never evicted
-
-
 class ConeNumbers(NamedTuple):
     """A row's window (selection.Cone), float64; all 0: none."""
 

@@ -23,6 +23,7 @@ import torch
 from golden.replay import FILE, MODELS, RUN, answer, checkpoint, load, margin, mixed
 from helpers import MATRIX
 
+from saccade.methods.outside import load_outside
 from saccade.methods.policy import Policy
 from saccade.methods.registry import METHODS
 
@@ -176,6 +177,7 @@ def main() -> None:
             recorded += _in_order(cases, kept + rows)
     policies = [Policy.parse(row["policy"]) for row in recorded]
     methods = {part.name for policy in policies for part in (policy.prefill, policy.decode)}
+    load_outside()
     if missing := set(METHODS) - methods:
         raise SystemExit(f"not recorded: {', '.join(sorted(missing))}")
     head = {"commit": options.commit, "least_margin": min(row["margin"] for row in recorded)}

@@ -23,6 +23,7 @@ from saccade.kv import BlockManager, SequenceKV
 from saccade.kv.state_journal import StateJournal
 from saccade.kv.states import StatePool
 from saccade.methods.history import StateHistory
+from saccade.methods.outside import load_outside
 from saccade.methods.registry import KNOWN
 from saccade.models.keeping import _Pieces
 from saccade.models.tokenizer import TextStream
@@ -112,6 +113,7 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
         yield "states", StatePool, "take", 0.008
         yield "states", StateJournal, "run", 0.02
         yield "layer loop", _Pieces, "run", 0.002
+    load_outside()
     for cls in sorted(set(KNOWN.values()), key=lambda one: one.__name__):
         for hook in HOOKS:
             if hook in vars(cls):

@@ -121,7 +121,10 @@ class Storm:
         ledger.link = link
         end = rng.choice(("kill", "stop", None))
         over = threading.Event()
-        killer = threading.Thread(target=_end, args=(link, lost, end, rng.uniform(0.2, 6.0), over, rng))
+        asked = rng.randint(requests // 10, requests * 3 // 4)
+        killer = threading.Thread(
+            target=_end, args=(link, lost, end, lambda: requests - ledger.left >= asked, over, rng)
+        )
         killer.start()
         blow(llm, ledger, 4)
         over.set()
@@ -194,10 +197,15 @@ class Totals:
         self.seconds += done["seconds"]
 
 
-def _end(link: Any, lost: Lost, how: str | None, after: float, over: threading.Event, rng: random.Random) -> None:
-    """End one of the processes ``after`` seconds, and see that the engine notices."""
-    if how is None or over.wait(after):
+def _end(
+    link: Any, lost: Lost, how: str | None, due: Callable[[], bool], over: threading.Event, rng: random.Random
+) -> None:
+    """End one of the processes once it is ``due``, and see that the engine notices."""
+    if how is None:
         return
+    while not due():
+        if over.wait(0.01):
+            return
     lost.ended = how
     process = rng.choice(link.processes)
     os.kill(process.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)

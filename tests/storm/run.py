@@ -32,6 +32,7 @@ from engine_helpers import EVERY
 from kv_helpers import check_blocks
 from storm.callers import Ledger, in_a_task, in_a_thread, questions, runs
 from storm.faults import Faults
+from tier_helpers import nothing_left
 from tiny_models import make_checkpoint
 
 from saccade import LLM
@@ -138,7 +139,10 @@ def calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     while (engine.busy or engine.pool.used_blocks) and time.monotonic() < deadline:
         time.sleep(0.01)  # what was cancelled last is still being given back
     assert not engine.busy
-    check_blocks(engine.pool, [])
+    if engine.pool.tiers is None:
+        check_blocks(engine.pool, [])
+    else:
+        nothing_left(engine.pool)
     assert engine.pool.used_blocks == 0
     assert engine.pool.states is None or engine.pool.states.used == 0
     assert not engine.sessions

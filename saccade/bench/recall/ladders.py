@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from saccade.errors import SaccadeError
 from saccade.methods import Method, parse_method
+from saccade.methods.outside import load_outside
 from saccade.methods.registry import METHODS
 
 PREFILL = (
@@ -35,7 +36,6 @@ DECODE = (
     "lfps(unit=kv_head, k=0.01|0.02|0.05|0.1)",
     "cis(unit=kv_head, k=0.01|0.02|0.05|0.1)",
     "loopserve(budget=512|1024|2048|4096|8192)",
-    "double_sparsity(source=prompt, dense_layers=0, k=0.01|0.02|0.0625|0.125)",
     "vattention(epsilon=0.2|0.1|0.05|0.02)",
     "rocketkv(budget=256|512|1024|2048|8192)",
     "streaming(window=1024|4096|8192)",
@@ -68,10 +68,18 @@ def ladder(text: str, phase: str) -> Ladder:
         if method.calibration is not None:
             raise SaccadeError(
                 f"method '{method.text}' needs a model's calibration, which these inputs have none of; give it options "
-                "that do without, as in double_sparsity(source=prompt)"
+                "that do without, as minference(pattern=vertical_slash) does"
             )
         steps.append((method.text, method))
     return Ladder(_common(text), tuple(steps))
+
+
+def declared() -> Iterator[str]:
+    """The ladders of decode methods from outside the package that say theirs (``measured``)."""
+    load_outside()
+    for method in METHODS.values():
+        if method.measured is not None and method.measured.ladder is not None:
+            yield method.measured.ladder
 
 
 def _common(text: str) -> str:
@@ -84,7 +92,7 @@ def _common(text: str) -> str:
 def ladders(names: list[str] | None, phase: str) -> list[Ladder]:
     """What to measure in ``phase``: for a method's bare name its own ladders, any other text as it is, all that there
     are by default."""
-    known = PREFILL if phase == "prefill" else DECODE
+    known = PREFILL if phase == "prefill" else (*DECODE, *declared())
     return [ladder(text, phase) for text in (known if names is None else _named(names, known))]
 
 

@@ -111,6 +111,16 @@ def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequen
     return exchange(group, RankCounts([[_told(call) for call in row.calls] for row in rows], late))
 
 
+def drop_counts(step: StepInput, result: StepResult) -> None:
+    """Count nothing of requests that failed: what one rank counted until then is of its heads, and is joined with
+    none."""
+    for one in step.scheduled:
+        found = result.requests[one.request_id]
+        if not found.is_good:
+            for each in (found, *found.rows):
+                each.calls, each.late = [], {}
+
+
 def join_counts(ranks: int, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]) -> None:
     """Let the calls of the ``good`` requests of ``step`` count the heads of all ranks, as they were ``told``."""
     for number, row in enumerate(_rows(step, result, good)):

@@ -24,6 +24,7 @@ from saccade.engine.ranks.counts import (
     LateOfAll,
     LateOfRanks,
     RankCounts,
+    drop_counts,
     exchange,
     fold_counts,
     join_counts,
@@ -155,6 +156,7 @@ class FirstRank(RankWorker):
                 self._count_late(step, result, told)
                 if audits:
                     self._take_audits(audits)
+            drop_counts(step, result)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):

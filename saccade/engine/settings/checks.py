@@ -10,7 +10,7 @@ from saccade.engine.settings.rank_limits import check_policy, check_request
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
-from saccade.models.calibration import OF_CHANNELS, Calibrations
+from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
@@ -108,7 +108,7 @@ class Checks:
                 f"keys all alike; use '{freeze.name}(reuse=hidden)'{balanced}"
             )
         for method in (policy.prefill, policy.decode):
-            if method.calibration in OF_CHANNELS and self.pool.format.turned:
+            if self.calibrations.of_channels(method.calibration) and self.pool.format.turned:
                 raise PolicyError(
                     f"'{method.text}' chooses by channels of keys, calibrated offline ('{method.calibration}'), and "
                     "kv_rotate turns them; give kv_rotate=False, or source=prompt where the method has it"

@@ -14,11 +14,11 @@ from torch import Tensor
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.drift.passage import Passage, made_passage
 from saccade.eval.predict import described_model
 from saccade.eval.results import read_json, slug, write_json
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
+from saccade.passage import Passage, made_passage
 
 FOLDER = "drift"  # beside the result folders
 

@@ -3,10 +3,11 @@ method reads as many keys as the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import exp, log
 
+from saccade.methods.base import Method, PolicyPart
 from saccade.methods.outside import load_outside
 from saccade.methods.policy import Policy
 from saccade.methods.registry import KNOWN
@@ -123,6 +124,27 @@ def _prefill(name: str, text: str, dial: Dial, kind: str = "method", slow: bool 
     return Entry(name, {"prefill": text, "decode": ORACLE}, dial, "prefill", kind, 1.0, slow)
 
 
+def declared(part: type[PolicyPart] | None) -> Entry | None:
+    """The row that a method from outside the package declares (``measured``), None where it does not."""
+    if part is None or not issubclass(part, Method) or (how := part.measured) is None:
+        return None
+    dial = SHARE
+    if how.turned == "keys":
+        dial = _keys(forced=how.forced)
+    elif how.turned != "share":
+        settings = list(how.turned)
+        dial = Dial(lambda length: settings)
+    return _decode(part.name, how.text, dial, how.summary)
+
+
+def _offered() -> Iterator[Entry]:
+    """The rows that installed packages' methods declare."""
+    load_outside()
+    for part in KNOWN.values():
+        if (entry := declared(part)) is not None:
+            yield entry
+
+
 ENTRIES = (
     _decode("topk", "topk(k={value})", SHARE, kind="oracle"),
     _decode("topp", "topp(p={value})", THRESHOLD, kind="oracle"),
@@ -146,16 +168,7 @@ ENTRIES = (
     _decode("snapkv", "snapkv(capacity={value}, window=32)", _keys(40)),
     _decode("rocketkv", "rocketkv(budget={value})", _keys(8, 2)),
     _decode("adakv", "adakv(capacity={value}, window=32)", _keys(40)),
-    _decode("h2o", "h2o(budget={value})", SHARE),
-    _decode("double_sparsity", "double_sparsity(k={value}, source=prompt, dense_layers=0)", SHARE, 0.0625),
-    _decode("hshare", "hshare(heavy={value}, source=prompt)", _keys(forced=80), 0.0625),
-    _decode("magicpig", "magicpig(tables={value})", Dial(lambda length: _whole(2, 1.12, 1, 400)), None),
-    _decode(
-        "infinigen",
-        "infinigen(alpha={value}, cap=1.0, skew=off, query=own, dense_layers=0)",
-        Dial(lambda length: [f"{value:.4g}" for value in _geometric(0.01, 40, 1.15)]),
-        0.2,
-    ),
+    *_offered(),
     _decode(
         "vattention",
         "vattention(epsilon={value}, sinks=16, local=64, heavy=0.01, base=0.01)",
@@ -197,10 +210,12 @@ def entry_named(name: str) -> Entry:
 
 
 def outside_row(name: str) -> Entry:
-    """The row of a decode method from outside the package whose option ``budget`` counts keys, its dial. KeyError for
-    any other name."""
+    """The row of a decode method from outside the package: as it declares, or its option ``budget`` counts keys and is
+    the dial. KeyError for any other name."""
     load_outside()
     part = KNOWN.get(name)
+    if (entry := declared(part)) is not None:
+        return entry
     if part is None or part.__module__.startswith("saccade.") or "decode" not in part.phases:
         raise KeyError(name)
     if not any(one.name == "budget" and isinstance(one.default, int) for one in fields(part)):

@@ -86,7 +86,7 @@ def named(methods: Sequence[str]) -> tuple[Entry, ...]:
             except KeyError:
                 raise RequestError(
                     f"method '{name}' is not on the board; known: {', '.join(map(repr, sorted(known)))}, and decode "
-                    "methods from outside the package that have an option budget"
+                    "methods from outside the package that say how they are measured or have an option budget"
                 ) from None
         for entry in ENTRIES:
             if entry.name == name or (name in entry.methods and not entry.slow):

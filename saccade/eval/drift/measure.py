@@ -15,12 +15,12 @@ from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.watch.estimates import departures
 from saccade.errors import RequestError
 from saccade.eval.drift.kept import KeptWeight
-from saccade.eval.drift.passage import Passage
 from saccade.eval.micro import sample_positions
 from saccade.eval.setting import sparse_in
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
+from saccade.passage import Passage
 
 PREFILL_ROWS = 32  # whose kept weight is measured
 ROWS_AT_ONCE = 16  # of logits that are compared in float64

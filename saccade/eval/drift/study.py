@@ -15,7 +15,6 @@ from torch import Tensor
 from saccade.engine.settings.config import EngineConfig
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.page import page
-from saccade.eval.drift.passage import Passage
 from saccade.eval.drift.recommend import BOUND, Advice, recommend
 from saccade.eval.drift.rows import DENSE, ROUNDING, Row, rows_of
 from saccade.eval.predict import described_model
@@ -24,6 +23,7 @@ from saccade.eval.setting import load
 from saccade.files import write_text
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
+from saccade.passage import Passage
 
 RECORDS, REPORT = "rows.jsonl", "report.md"
 EXACT, ROUNDED = torch.float32, torch.bfloat16

@@ -15,12 +15,12 @@ from typing import Any
 
 from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval.facts import Fact, make_facts, plant
 from saccade.eval.haystack import PROSE, file_of, read_text
 from saccade.eval.multiturn.questions import Asked, questions_of
 from saccade.eval.multiturn.rng import Stream
 from saccade.eval.multiturn.segments import words
 from saccade.eval.samples import write_jsonl
+from saccade.facts import Fact, make_facts, plant
 
 NAMES = ("mtsyn_qa", "mtsyn_multidoc", "mtsyn_summary", "mtsyn_fewshot")
 MOST_ITEMS = 40

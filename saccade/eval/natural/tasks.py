@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saccade.errors import RequestError
-from saccade.eval.facts import BOUNDARY, Fact, make_facts, plant
 from saccade.eval.haystack import PROSE
 from saccade.eval.lengths import LEAST, Lengths, fit
 from saccade.eval.natural.texts import Words
 from saccade.eval.samples import POSITIONS, Sample, Turn
 from saccade.eval.suite.rng import Rng
+from saccade.facts import BOUNDARY, Fact, make_facts, plant
 
 VERSION = "1"
 TASKS = {
@@ -23,7 +23,7 @@ TASKS = {
         for position in POSITIONS
     },
 }
-FACTS = 4  # of a text; four neighbours of saccade.eval.facts are of four kinds
+FACTS = 4  # of a text; four neighbours of saccade.facts are of four kinds
 _ASKED = 8  # facts of the text of many questions, two of a kind
 _TURNS = 3
 _NEAR = 24  # sizes tried beyond the first that is too long

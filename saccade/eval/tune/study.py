@@ -16,7 +16,6 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.pays import Untimed, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.drift.passage import Passage
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
 from saccade.eval.setting import load
 from saccade.eval.stats import STRETCH, stretch_interval
@@ -25,6 +24,7 @@ from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Tuned, keep_tuned, place_of
+from saccade.passage import Passage
 
 BOUND = 0.02  # nats
 BELOW_ROUNDING = 0.03  # of tokens, that may agree fewer than bfloat16's rounding leaves

@@ -27,7 +27,7 @@ STEP_KEYS = 8192  # keys labelled at once
 @dataclass(eq=False)
 class Labels(MethodState):
     """``channels`` int64 [kv_heads, r] of the keys of one sequence and layer, quantized by token over its channels,
-    from the least to the greatest (Double Sparsity, HShare), or whole (InfiniGen's partial keys). ``basis`` fp32
+    from the least to the greatest, or whole. ``basis`` fp32
     [kv_heads, head_dim, head_dim]: what queries and keys are multiplied by before channels are taken. ``frame`` fp32
     [2, kv_heads, r]: what is taken from each channel of a key, and what it is divided by, before it is quantized. Grows
     with the keys.

@@ -12,8 +12,8 @@ from saccade.cli.options import say_device, takes_engine
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
-    from saccade.eval.drift.passage import Passage
     from saccade.llm import LLM
+    from saccade.passage import Passage
 
 METHODS = "topp, lfps, cis, arkvale, psa, quest, twilight, snapkv, flexprefill+lfps", "decode=streaming"
 
@@ -51,9 +51,9 @@ def drift(
     from saccade.cli.inputs import read_text
     from saccade.errors import RequestError, finite_number
     from saccade.eval.drift.page import advice_line, notes, table
-    from saccade.eval.drift.passage import check_lengths, made_passage, passage_of
     from saccade.eval.drift.study import REPORT, measure_drift
     from saccade.methods.policy import Policy, split_policies
+    from saccade.passage import check_lengths, made_passage, passage_of
 
     policies = [Policy.parse(text) for given in methods or METHODS for text in split_policies(given)]
     check_lengths(length, tokens)

@@ -1,5 +1,5 @@
 """MagicPIG: keys sampled by locality-sensitive hashing."""
 
-from saccade.methods.magicpig.method import MagicPIG
+from saccade_contrib.magicpig.method import MagicPIG
 
 __all__ = ["MagicPIG"]

@@ -14,8 +14,8 @@ from saccade.errors import RequestError, finite_number
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
-    from saccade.eval.drift.passage import Passage
     from saccade.llm import LLM
+    from saccade.passage import Passage
 
 
 @takes_engine(model="retriever")
@@ -42,9 +42,9 @@ def tune(
     saccade tune path/to/checkpoint -f novel.txt
     """
     from saccade.cli.inputs import read_text
-    from saccade.eval.drift.passage import check_lengths, made_passage, passage_of
     from saccade.eval.tune.page import table
     from saccade.eval.tune.study import tune as study
+    from saccade.passage import check_lengths, made_passage, passage_of
 
     for name, value in (("bound", bound), ("seconds", seconds)):
         if not finite_number(value) or value <= 0:

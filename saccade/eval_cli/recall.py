@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.bench import options
-from saccade.cli.inspect import parse_layers
 from saccade.cli.options import DEVICE
 from saccade.errors import SaccadeError
+from saccade.eval_cli.inspect import parse_layers
 from saccade.machine import best_device, check_threads, check_writable
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _plain(spec: LayerAttention, head_dim: int) -> bool:
 def _prompt(llm: LLM, task: str, file: Path | None, size: int) -> list[int]:
     """``size`` token ids at most: a text's first ones, or a task's sample, with its middle cut out if it is longer."""
     if file is None:
-        from saccade.cli.inspect import task_prompts
+        from saccade.eval_cli.inspect import task_prompts
 
         ids, end = task_prompts(llm, [task], size)[0], min(QUESTION, size // 2)
         return ids if len(ids) <= size else ids[: size - end] + ids[-end:]

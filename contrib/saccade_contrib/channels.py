@@ -1,4 +1,4 @@
-"""What methods that score labels instead of keys share: which channels, and which tokens (see store.py)."""
+"""What methods that score labels instead of keys share: which channels, and which tokens."""
 
 from __future__ import annotations
 

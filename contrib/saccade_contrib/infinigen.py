@@ -6,6 +6,7 @@ while that layer still computes; here it changes what is read alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Query
-from saccade.methods.labels import WHOLE_BITS, Labels, top_tokens
+from saccade.methods.labels import WHOLE_BITS, Labels
+from saccade.methods.measured import Measured
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.whole import WholeMethod
 from saccade.selection import Dense, Selection
+from saccade_contrib.calibrations import Skew
+from saccade_contrib.channels import top_tokens
 
 CALIBRATION = "skew"  # an orthogonal matrix per KV head: see `saccade calibrate`
 
@@ -39,6 +43,12 @@ class InfiniGen(WholeMethod):
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     rows_only: ClassVar[str | None] = "it asks for the queries of a layer ahead, which recorded steps do not compute"
     watches: ClassVar[bool] = True
+    calibrations: ClassVar[Mapping[str, type]] = {CALIBRATION: Skew}
+    measured: ClassVar[Measured | None] = Measured(
+        "infinigen(alpha={value}, cap=1.0, skew=off, query=own, dense_layers=0)",
+        tuple(f"{min(0.01 * 1.15**at, 40):.4g}" for at in range(61)),
+        summary=0.2,
+    )
 
     alpha: float = 5.0
     channels: float = 0.2

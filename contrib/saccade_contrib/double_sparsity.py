@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.labels import (
-    CALIBRATION,
-    CHANNELS_BY,
-    PROMPT_ROWS,
-    SOURCES,
-    WHOLE_BITS,
-    Labels,
-    around,
-    heaviest_channels,
-)
+from saccade.methods.labels import WHOLE_BITS, Labels
 from saccade.methods.labels.recorded import BestKeys, RecordedLabels
+from saccade.methods.measured import Measured
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.methods.whole import WholeMethod
 from saccade.selection import Dense, Selection
 from saccade.selection.forms import PlanSpec, Room
 from saccade.selection.plan import DevicePlan
+from saccade_contrib.calibrations import ChannelMeans
+from saccade_contrib.channels import CALIBRATION, CHANNELS_BY, PROMPT_ROWS, SOURCES, around, heaviest_channels
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,13 @@ class DoubleSparsity(WholeMethod):
     name: ClassVar[str] = "double_sparsity"
     paper: ClassVar[str] = "Double Sparsity, arXiv:2408.07092"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    calibrations: ClassVar[Mapping[str, type]] = {CALIBRATION: ChannelMeans}
+    measured: ClassVar[Measured | None] = Measured(
+        "double_sparsity(k={value}, source=prompt, dense_layers=0)",
+        "share",
+        summary=0.0625,
+        ladder="double_sparsity(source=prompt, dense_layers=0, k=0.01|0.02|0.0625|0.125)",
+    )
 
     k: float = 0.0625
     channels: float = 0.25

@@ -9,7 +9,7 @@ a shared set keeps the keys that appeared since it was made, as the published ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.fitting import Fitting, Sizes
-from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, around, heaviest_channels
+from saccade.methods.labels import WHOLE_BITS, Labels
 from saccade.methods.labels.recorded import RecordedLabels
+from saccade.methods.measured import Measured
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.ops.row_words import KeyWords
@@ -29,6 +30,8 @@ from saccade.selection import Dense, Selection
 from saccade.selection.forms import Known, PlanSpec, bucket
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import OwnReading
+from saccade_contrib.calibrations import ChannelMeans
+from saccade_contrib.channels import CALIBRATION, SOURCES, around, heaviest_channels
 
 
 @dataclass(eq=False)
@@ -83,18 +86,19 @@ class SharedSets(OwnReading["HShare"]):
         return Known("tokens", 0, 0, searchable=True, chooses=length % method.every == 0)
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.labels import triton_recorded as kernels
+        from saccade.methods.labels.triton_recorded import score_labels
         from saccade.ops.triton.batched_labels import label_keys
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
+        from saccade_contrib.triton_shared import shared_lists, whose_turn
 
         units = self.units
         label_keys(rows.pages, rows.words, self.channels, self.bits)
-        due, active, bounds = kernels.whose_turn(rows, units)
-        scores = kernels.score_labels(rows, units, self.channels, self.bits, active)
+        due, active, bounds = whose_turn(rows, units)
+        scores = score_labels(rows, units, self.channels, self.bits, active)
         room = new_lists(rows, units, self.room)
         chosen = choose_keys(scores, bounds, rows.pages.lengths, *room, active)
-        lists = kernels.shared_lists(rows, units, due, chosen, self.room)
+        lists = shared_lists(rows, units, due, chosen, self.room)
         out, lse = rows.attend(lists)
         searches = active.view(rows.count, units).sum(1, dtype=torch.float64) * (rows.heads // units)
         estimated = torch.ceil(rows.pages.lengths * searches / rows.heads)
@@ -156,6 +160,10 @@ class HShare(Method):
     name: ClassVar[str] = "hshare"
     paper: ClassVar[str] = "HShare, ICLR 2025"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    calibrations: ClassVar[Mapping[str, type]] = {CALIBRATION: ChannelMeans}
+    measured: ClassVar[Measured | None] = Measured(
+        "hshare(heavy={value}, source=prompt)", "keys", forced=80, summary=0.0625
+    )
 
     heavy: int = 432
     sinks: int = 16

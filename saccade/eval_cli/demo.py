@@ -157,7 +157,7 @@ def _text_questions(
     source: str | None, name: str, count: int, characters: int, seed: int
 ) -> tuple[list[Ask], str, str]:
     """Sentences planted in any text, each to be completed."""
-    from saccade.eval.facts import is_correct, make_facts, plant
+    from saccade.facts import is_correct, make_facts, plant
     from saccade.prose import generate
 
     planted = make_facts(count, seed)

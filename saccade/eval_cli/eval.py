@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli.board import board
-from saccade.cli.drift import drift
-from saccade.cli.model_card import model_card
-from saccade.cli.multiturn import multiturn
 from saccade.cli.options import HELP_NAMES, MODEL, say_device, takes_engine
+from saccade.eval_cli.board import board
+from saccade.eval_cli.drift import drift
+from saccade.eval_cli.model_card import model_card
+from saccade.eval_cli.multiturn import multiturn
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from saccade import prose
 from saccade.errors import RequestError
-from saccade.eval.facts import make_facts, plant
+from saccade.facts import make_facts, plant
 
 FACTS = 8  # in the text that is made where none is given
 CHARS = 4.5  # a token has about so many letters, to begin with

@@ -1,4 +1,4 @@
-"""H2O on the device: keys kept for good, of which each step evicts the lightest (methods/h2o.py)."""
+"""H2O on the device: keys kept for good, of which each step evicts the lightest (h2o.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from saccade.ops.row_words import HeavyWords
 from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_lists import entries_from
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.state_words import places
+from saccade_contrib.heavy_words import HeavyWords
 
 W = places(HeavyWords)
 

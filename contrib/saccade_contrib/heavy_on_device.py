@@ -1,4 +1,4 @@
-"""H2O in recorded steps (methods/h2o.py): the sums of a step's weights are taken in by the step after, so that a step
+"""H2O in recorded steps (h2o.py): the sums of a step's weights are taken in by the step after, so that a step
 that breaks off adds nothing."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.row_words import HeavyWords
 from saccade.selection.readings import OwnReading
+from saccade_contrib.heavy_words import HeavyWords
 
 if TYPE_CHECKING:
-    from saccade.methods.h2o import Heavy
+    from saccade_contrib.h2o import Heavy
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class HeavyKeys(OwnReading[None]):
     units: int
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.triton_heavy import advance
         from saccade.ops.triton.batched_weights import weigh_lists
+        from saccade_contrib.triton_heavy import advance
 
         lists, pending = advance(rows, self.units)
         read = rows.attended(lists)

@@ -1,7 +1,7 @@
 """H2O: keep the keys that gathered the most attention so far, and recent ones (Zhang et al., 2023).
 
 Every key sums up the weights that all rows gave it, those of the prefill among them. What a step evicts is read by no
-later step or turn (see ``eviction``).
+later step or turn (see :mod:`saccade.methods.eviction`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import FORGOTTEN, Kept, alive, alive_weights, heaviest
 from saccade.methods.fitting import Fitting, Sizes
-from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
 from saccade.methods.host_state import HostState
-from saccade.methods.kept_on_host import HostHeavy
+from saccade.methods.measured import Measured
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number
 from saccade.ops.scores import line_sums
 from saccade.selection import Selection, Tokens
 from saccade.selection.forms import PlanSpec
 from saccade.selection.plan import DevicePlan
+from saccade_contrib.heavy_on_device import HeavyKeys, HeavyLists
+from saccade_contrib.heavy_on_host import HostHeavy
 
 TILE_ROWS = 128  # prefill rows weighed at once
 
@@ -88,6 +89,7 @@ class H2O(Method):
     evicts: ClassVar[bool] = True
     wants_weights: ClassVar[bool] = True
     watches: ClassVar[bool] = True
+    measured: ClassVar[Measured | None] = Measured("h2o(budget={value})", "share")
 
     budget: float = 0.2
     heavy: float = 0.5
