@@ -23,7 +23,7 @@ from saccade.models.shards import Share, why_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:no kernel here", "ignore:channels of weights", "ignore:quantize=")
 SERVED = [family for family in CONFIGS if why_whole(FAMILIES[family]) is None]
-SHORT = "phi3", "mixtral", "gemma3_text", "gpt_oss", "olmo2", "glm4_moe", "cohere", "qwen3_next", "bamba"
+SHORT = "phi3", "gemma3_text", "gpt_oss", "olmo2", "cohere", "qwen3_next"
 MAMBA = [family for family in CONFIGS if "mamba_n_heads" in CONFIGS[family]]
 POLICIES = "dense", "flexprefill(min_budget=0)+quest(budget=64)"
 WIDER = {"max_position_embeddings": 512, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -64,7 +64,7 @@ def test_two_ranks(family, tmp_path, threads):
     ask(make_checkpoint(family, tmp_path, **wider(family, 2)), (1, 2))
 
 
-@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "granitemoehybrid"), SERVED))
+@pytest.mark.parametrize("family", thorough_but(("granitemoehybrid",), SERVED))
 def test_four_ranks(family, tmp_path, threads):
     """Of four KV heads, and of two, which two ranks have each."""
     ask(make_checkpoint(family, tmp_path / "four", **wider(family, 4)), (1, 4), POLICIES[1:])
@@ -135,7 +135,7 @@ PACKED = [
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [one if at in (1, 3, 5) else pytest.param(*one, marks=pytest.mark.thorough) for at, one in enumerate(PACKED)],
+    [one if at in (1, 3) else pytest.param(*one, marks=pytest.mark.thorough) for at, one in enumerate(PACKED)],
 )
 def test_packed_weights(family, name, tmp_path, threads):
     """Groups are not cut: products are those of one process; experts are whole, some in each rank."""
@@ -157,7 +157,7 @@ def test_weights_rounded_as_they_load(family, quantize, tmp_path, threads):
     ask(folder, (1, 2), POLICIES[1:], quantize=quantize, exact=False)
 
 
-@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "gemma2"), GGUF_FAMILIES))
+@pytest.mark.parametrize("family", thorough_but(("qwen3_moe",), GGUF_FAMILIES))
 def test_gguf_files(family, tmp_path, threads):
     """Blocks are not cut; embedding and head are each rank's whole where they are blocks."""
     made = tiny(family, tmp_path / "made", **WIDE, max_position_embeddings=512)
