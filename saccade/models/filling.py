@@ -157,7 +157,7 @@ class Filling:
         parts: Parts | None,
     ) -> None:
         """Fill transformers' modules, which hold no weights themselves."""
-        refuse_absent_or_other(checkpoint, demanded, model.config.tie_word_embeddings)
+        refuse_absent_or_other(checkpoint, demanded, matrix_modules.is_tied(model))
         try:
             matrix_modules.fill(model, source, self.device, self.dtype)
         except (RuntimeError, OSError) as error:  # no memory, a file that has gone

@@ -173,6 +173,11 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
+def is_tied(model: Any) -> bool:
+    """Whether the head is the embedding: Nemotron-H's never is, whatever its config says."""
+    return bool(model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
+
+
 def refuse_unfilled(model: Any) -> None:
     """ModelError for a model on torch's "meta" device with a buffer that :func:`fill` would leave empty: no file holds
     it, and no module that is exchanged or made anew has it."""
@@ -195,7 +200,7 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
     refuse_unfilled(model)
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
-    tied = bool(model.config.tie_word_embeddings)
+    tied = is_tied(model)
     named = next(name for name, module in model.named_modules() if module is embedding)
     table = source.matrix(named, use="matrix" if tied else "table")
     for name, module in list(model.named_modules()):
