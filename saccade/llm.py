@@ -22,7 +22,7 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import release, shard_model
+from saccade.models.shards import Share, release
 from saccade.models.target import checked_device
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
@@ -68,11 +68,12 @@ class LLM:
             raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
         check_devices(config.device, config.tensor_parallel_size)
         folder = checkpoint_folder(config.model, config.revision)
-        self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers)
-        ranks, link = config.tensor_parallel_size, None
+        ranks, link, share = config.tensor_parallel_size, None, None
         if ranks > 1:
-            link = make_link(ranks, self.model.device)
-            self.model = shard_model(self.model, 0, ranks, link.joined)
+            link = make_link(ranks, checked_device(config.device))
+            share = Share(0, ranks, link.joined)
+        self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers, share)
+        if share is not None:
             release(self.model.device)
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu

@@ -246,10 +246,10 @@ def release_rows(tensor: Tensor, rows: Sequence[int]) -> None:
 def forget_file_pages(tensor: Tensor) -> None:
     """Give back the memory of a CPU tensor that is a file's, mapped and never written to; it is read again when it is
     asked for. Other tensors stay as they are, and those of less than 16 pages, which are not worth the search."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    if tensor.nbytes < 16 * page or tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
+    page, covered = os.sysconf("SC_PAGE_SIZE"), _covered(tensor)
+    if covered < 16 * page or tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
         return
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = tensor.data_ptr(), tensor.data_ptr() + covered
     try:
         with open("/proc/self/maps") as maps:
             areas = [line.split()[0] for line in maps if ".safetensors" in line]
@@ -262,6 +262,13 @@ def forget_file_pages(tensor: Tensor) -> None:
             if last // page * page > start:
                 madvise = ctypes.CDLL(None).madvise
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(last // page * page - start), 4)  # MADV_DONTNEED
+
+
+def _covered(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last of a tensor, which may be some columns of another."""
+    if not tensor.numel():
+        return 0
+    return (sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride())) + 1) * tensor.itemsize
 
 
 def trim_memory() -> None:

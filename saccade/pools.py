@@ -30,10 +30,11 @@ TURNING = ("cpu",)  # devices whose steps turn queries and keys; "cuda", too, wh
 
 
 def make_pool(
-    config: EngineConfig, model: LoadedModel, max_model_len: int
+    config: EngineConfig, model: LoadedModel, max_model_len: int, states: int | None = None
 ) -> tuple[BlockManager, MemoryProfile | None]:
     """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
-    would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``."""
+    would not hold a block a layer, SaccadeError where nothing here reads rows of ``kv_dtype``. ``states``: how many
+    slots there are for states of layers that keep one, beside ``kv_memory``."""
     spec, layout = model.spec, layout_of(config, model)
     groups = Groups.of(layout, spec.reads or tuple(range(spec.layers)), spec.shapes)
     if len(groups) > 1:
@@ -48,8 +49,13 @@ def make_pool(
         memory = int(free)
     else:
         memory = parse_bytes(config.kv_memory)
-    kept = None if spec.states is None else _state_pool(config, model, memory, max_model_len)
-    slots = groups.slots(memory - (0 if kept is None else kept.nbytes))
+    kept = None
+    if spec.states is not None and states is not None:
+        kept = StatePool(spec.states, states, model.device)
+    elif spec.states is not None:
+        kept = _state_pool(config, model, memory, max_model_len)
+        memory -= kept.nbytes
+    slots = groups.slots(memory)
     if found is not None or config.kv_memory is None:
         useful = config.max_requests * layout.blocks(max_model_len)
         slots = [min(useful * layers, own) for layers, own in zip(groups.layers, slots)]

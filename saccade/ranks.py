@@ -34,9 +34,9 @@ from saccade.engine.ranks.link import (
     send,
     steps_path,
 )
+from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
-from saccade.engine.ranks.worker import OtherRank
 from saccade.engine.rows.calls import Setting
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import brief
@@ -44,7 +44,7 @@ from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
-from saccade.models.shards import release, shard_model
+from saccade.models.shards import Share, release
 from saccade.ops import fa4
 from saccade.pools import layout_of, make_pool
 
@@ -55,7 +55,7 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 class Start(NamedTuple):
     """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
-    torch."""
+    torch; ``states``: slots for those of layers that keep one."""
 
     config: EngineConfig
     rank: int
@@ -64,6 +64,7 @@ class Start(NamedTuple):
     length: int
     exact: bool
     threads: int
+    states: int | None = None
 
 
 @contextmanager
@@ -98,7 +99,9 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length
             start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
         )
         link.processes.append(process)
-        start = Start(config, rank, str(link.store_path), pool.num_blocks, length, exact, torch.get_num_threads())
+        states = None if pool.states is None else pool.states.slots
+        place = config, rank, str(link.store_path)
+        start = Start(*place, pool.num_blocks, length, exact, torch.get_num_threads(), states)
         send(process, pickle.dumps(start))
     link.join()
 
@@ -116,13 +119,14 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
             folder = checkpoint_folder(config.model, config.revision)
-            whole = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers)
-        model = shard_model(whole, rank, ranks, lambda: group[0])
-        del whole
+            share = Share(rank, ranks, lambda: group[0])
+            model = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers, share)
         release(device)
         spec = model.spec
         memory = start.blocks * layout_of(config, model).block_bytes
-        pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length)
+        pool, _ = make_pool(replace(config, kv_memory=memory), model, start.length, start.states)
+        if pool.states is not None and config.enable_prefix_caching:
+            pool.states.block = pool.format.block_size  # as of the first rank's PrefixCache
         model.runner.turn_keys(pool.format.turned)
         part = replace(model.part, gather=lambda name, own: gather_named(group[0], name, own))
         calibrations = Calibrations(spec, model.path, part)

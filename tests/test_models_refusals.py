@@ -401,7 +401,7 @@ def test_a_config_of_another_size_allocates_nothing(tmp_path, monkeypatch, famil
         (folder / "config.json").write_text(json.dumps(config))
     else:
         edit_config(folder, **config)
-    monkeypatch.setattr("saccade.models.loader.AutoModelForCausalLM", None)  # who would allocate
+    monkeypatch.setattr("saccade.models.filling.AutoModelForCausalLM", None)  # who would allocate
     refused(folder, *words)
 
 

@@ -21,7 +21,8 @@ from storm.ranks import Plan, storm
 from saccade import ranks
 from saccade.engine.ranks import link as rank_link
 from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
-from saccade.engine.ranks.worker import FirstRank, OtherRank, RankWorker
+from saccade.engine.ranks.other import OtherRank
+from saccade.engine.ranks.worker import FirstRank, RankWorker
 from saccade.engine.rows.layers_pass import LayersPass
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker

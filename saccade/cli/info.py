@@ -111,10 +111,13 @@ def _key_heads(facts: ModelFacts) -> str:
 
 
 def _processes(facts: ModelFacts) -> dict[str, str]:
-    """By how many processes its heads can be shared out."""
-    if not facts.own_loop or facts.latent:
-        return {}
-    from saccade.models.shards import fitting_ranks
+    """By how many processes its heads can be shared out, or why by none."""
+    from saccade.models.families import FAMILIES
+    from saccade.models.shards import fitting_ranks, why_whole
+
+    reason = why_whole(FAMILIES[facts.family])
+    if reason is not None:
+        return {"processes": f"1 (tensor_parallel_size): it {reason}"}
 
     fitting = fitting_ranks(facts.heads, facts.kv_heads, facts.head_dim)
     few, more = ([str(one) for one in fitting if (one > facts.kv_heads) is many] for many in (False, True))

@@ -54,6 +54,10 @@ class SequenceStates:
         """Whether a state stands after so many tokens."""
         return not length or length in self._kept or length == self._stands
 
+    def stands(self, length: int) -> bool:
+        """Whether the next step would go on after so many tokens."""
+        return self._stands == length
+
     @property
     def snapshots(self) -> tuple[int, ...]:
         """The tokens after which states stand that it can go back to, rising."""

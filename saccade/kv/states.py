@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A tensor that a layer keeps of a sequence."""
+    """A tensor that a layer keeps of a sequence. ``blocks``: where several processes have some of its heads or channels
+    each, what there is of these in the model, one run after another along its first dimension."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

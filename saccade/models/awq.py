@@ -46,6 +46,11 @@ class Awq(PackedFormat):
     parts = "qweight", "qzeros", "scales"
     meaning = "awq"
 
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        return {"qweight": (1, 8), "qzeros": (1, 8), "scales": (1, 1)}
+
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`."""
         channels, words = sizes(stored, "qweight", "I32")

@@ -117,6 +117,11 @@ class PackedInts(PackedFormat):
     more = "weight_shape", "weight_g_idx", "input_zero_point", *OF_ACTIVATIONS
 
     @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        return {"weight_packed": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 32 // self.bits)}
+
+    @property
     def parts(self) -> tuple[str, ...]:  # type: ignore[override]
         """See :class:`PackedFormat`."""
         return (
@@ -171,6 +176,11 @@ class Int8(PackedFormat):
     def meaning(self) -> str:
         """See :class:`PackedFormat`."""
         return f"int8 {'symmetric' if self.symmetric else ''}"
+
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        return {"weight": (0, 1), "weight_scale": (0, 1), "weight_zero_point": (0, 1)}
 
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`."""

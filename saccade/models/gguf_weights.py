@@ -14,6 +14,7 @@ from saccade.models.gguf_header import GgufHeader, GgufTensor
 from saccade.models.gguf_names import ROTARY, name_of, undone
 from saccade.models.identity import digest_weights
 from saccade.models.llama_weights import Use
+from saccade.models.parts import Parts
 from saccade.ops.arena import Arena
 from saccade.ops.block_weights import FORMATS
 from saccade.ops.dequantised import PIECE
@@ -46,6 +47,12 @@ def stored_shapes(header: GgufHeader) -> dict[str, torch.Size]:
         name: torch.Size((1, *shape)) if name.endswith(".shared_expert_gate.weight") and len(shape) == 1 else shape
         for name, shape in shapes.items()
     }
+
+
+def grouped_names(header: GgufHeader) -> dict[str, bool]:
+    """Whether a file's matrices are blocks, by transformers' names of their modules."""
+    names = {str(name_of(header.architecture, one.name)): one.kind in FORMATS for one in weights_of(header)}
+    return {name.removesuffix(".weight"): blocks for name, blocks in names.items()}
 
 
 class Mapped:
@@ -101,15 +108,23 @@ def _numbers(rows: Tensor, tensor: GgufTensor) -> Tensor:
 
 class GgufWeights:
     """The tensors of a GGUF file on ``device``, plain numbers in ``dtype``: a ``llama_weights.WeightSource``.
-    ``heads``, ``kv_heads``: the model's."""
+    ``heads``, ``kv_heads``: the model's; ``parts``: what a rank has of them."""
 
-    def __init__(self, header: GgufHeader, heads: int, kv_heads: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        header: GgufHeader,
+        heads: int,
+        kv_heads: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        parts: Parts | None = None,
+    ) -> None:
         self.shapes = stored_shapes(header)
         self._architecture = header.architecture
         self._tensors = {str(name_of(header.architecture, one.name)): one for one in weights_of(header)}
         self._mapped = Mapped()
         self._heads, self._kv_heads = heads, kv_heads
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self.parts = device, dtype, parts
         self._arena = Arena()
 
     def __contains__(self, name: str) -> bool:
@@ -118,7 +133,8 @@ class GgufWeights:
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
         stored, kind = self.tensor(f"{name}.weight", use), self._kind(name)
-        return packed(kind(stored, self.tensor(f"{name}.bias", "vector") if bias else None), self.read)
+        made = packed(kind(stored, self.tensor(f"{name}.bias", "vector") if bias else None), self.read)
+        return made if self.parts is None else self.parts.matrix(name, made)
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """Matrices of the same name of so many experts, stored one after another."""
@@ -126,7 +142,8 @@ class GgufWeights:
         if f"{name}.bias" in self:
             biases = list(self.tensor(f"{name}.bias", "vector").unbind())
         rows = self.tensor(f"{name}.weight", "matrix")
-        parts = rows.reshape(count, -1, rows.shape[-1])
+        own = count if self.parts is None else len(self.parts.own_experts(count))
+        parts = rows.reshape(own, -1, rows.shape[-1])
         return [packed(self._kind(name)(weight, bias), self.read) for weight, bias in zip(parts.unbind(), biases)]
 
     def _kind(self, name: str) -> Callable[[Tensor, Tensor | None], Matrix]:
@@ -138,9 +155,12 @@ class GgufWeights:
         if use == "vector" or found.kind not in FORMATS:
             if use == "matrix" and self._device.type == "cpu":
                 stored = self._undone(found, self._mapped.rows(found)).view(self.shapes[name])
-                return self._arena.take(stored, self._dtype, self.read)
+                return self._arena.take(self._own(name, stored), self._dtype, self.read)
             return self.plain(name).to(self._device)
-        return self._undone(found, self._mapped.rows(found)).to(self._device)
+        return self._own(name, self._undone(found, self._mapped.rows(found))).to(self._device)
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        return whole if self.parts is None else self.parts.tensor(name, whole)
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor's numbers, on the host."""
@@ -148,7 +168,7 @@ class GgufWeights:
         rows = self._mapped.rows(found)
         if found.kind in FORMATS or rows.dim() == 1:
             rows = _numbers(rows, found)
-        return self._undone(found, rows).to(dtype or self._dtype).view(self.shapes[name])
+        return self._own(name, self._undone(found, rows).view(self.shapes[name])).to(dtype or self._dtype).contiguous()
 
     def read(self, part: Tensor) -> None:
         """Let go of ``part`` of a tensor, which is not read again."""

@@ -80,6 +80,11 @@ class Gptq(PackedFormat):
     more = ("g_idx",)
 
     @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        return {"qweight": (1, 1), "qzeros": (1, 32 // self.bits), "scales": (1, 1)}
+
+    @property
     def meaning(self) -> str:
         """See :class:`PackedFormat`."""
         return f"gptq {self.bits} {self.version}"

@@ -56,6 +56,8 @@ class _Mlp:
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         names = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
         self.gate, self.up, self.down = (_matrix(_part(module, *one), dtype) for one in names)
+        if not row_passes.gates(self.gate.outputs):
+            raise NotServed
 
     def add(self, ops: OpList, x: Tensor) -> Tensor:
         inner = ops.gated(ops.product(x, self.gate), ops.product(x, self.up))

@@ -91,13 +91,13 @@ class Adapter:
 class AdaptedWeights(SafetensorsWeights):
     """As :class:`SafetensorsWeights`, with ``adapter`` added."""
 
-    def __init__(self, adapter: Adapter, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, adapter: Adapter, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         self._adapter = adapter
 
-    def stored(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
         """See :class:`SafetensorsWeights`; a tensor that something is added to is in the type that runs."""
-        held = super().stored(name)
+        held = super().whole(name)
         pair = self._adapter.pairs.get(name.removesuffix(".weight"))
         if pair is None:
             return held

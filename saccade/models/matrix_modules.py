@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from saccade.errors import ModelError
 from saccade.models.families import FAMILIES
 from saccade.models.llama_weights import Use, WeightSource
+from saccade.models.parts import Parts
 from saccade.ops.matrices import Matrix
 from saccade.ops.tile_weights import TileExperts
 
@@ -23,8 +24,13 @@ class QuantisedSource(WeightSource, Protocol):
     """A source that modules are filled from: ``models.gguf_weights``, ``models.packed_weights`` or
     ``models.rounded_weights``."""
 
+    @property
+    def parts(self) -> Parts | None:
+        """What a rank has of the weights, which are that alone; None for all."""
+        ...
+
     def experts(self, name: str, count: int) -> list[Matrix]:
-        """Matrices of the same name of so many experts."""
+        """Matrices of the same name of so many experts, or of those of them that the rank has."""
         ...
 
     def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -51,7 +57,7 @@ class MatrixProduct(nn.Module):
     @property
     def out_features(self) -> int:
         """As of an ``nn.Linear``."""
-        return self.matrix.outputs
+        return self.matrix.made
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., channels] -> [..., outputs]."""
@@ -75,7 +81,7 @@ class MatrixEmbedding(nn.Module):
     @property
     def num_embeddings(self) -> int:
         """As of an ``nn.Embedding``."""
-        return self.matrix.outputs
+        return self.matrix.made
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 [...] -> [..., channels]."""
@@ -85,11 +91,15 @@ class MatrixEmbedding(nn.Module):
 
 class MatrixExperts(nn.Module):
     """In the place of a family's experts, whose matrices it has apart: ``inner`` makes of what those that an expert
-    begins with give (a gate and what it gates, or one alone) what its ``down`` takes."""
+    begins with give (a gate and what it gates, or one alone) what its ``down`` takes. ``since``: of some experts, the
+    number of the first; what a row's others add is left out."""
 
-    def __init__(self, first: Sequence[list[Matrix]], down: list[Matrix], inner: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, first: Sequence[list[Matrix]], down: list[Matrix], inner: Callable[..., Tensor], since: int | None = None
+    ) -> None:
         super().__init__()
-        found = [TileExperts.of(one) for one in (*first, down)]
+        self.since, self.count = since, len(down)
+        found = [TileExperts.of(one) for one in (*first, down)] if down else [None]
         together = [one for one in found if one is not None]
         self.together = together if len(together) == len(found) else None
         own = [*first, down] if self.together is None else [one.matrices for one in self.together]
@@ -99,6 +109,8 @@ class MatrixExperts(nn.Module):
         """Rows [n, channels], the experts of each int64 [n, k] and what they count for [n, k] -> [n, channels]. Few
         rows on a GPU take three launches, in which each meets its own experts; of many, those of an expert are computed
         together, once the host has learnt which they are."""
+        if self.since is not None:
+            top_k_index, top_k_weights = self._own(top_k_index - self.since, top_k_weights)
         if self.together is not None and top_k_index.numel() <= FEW:
             *first, down = self.together
             chosen, each = top_k_index.flatten(), top_k_index.shape[1]
@@ -106,13 +118,18 @@ class MatrixExperts(nn.Module):
             made = down.product(made, chosen).view(*top_k_index.shape, -1)
             return (made.float() * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
         out = torch.zeros_like(hidden_states)
-        for number in top_k_index.unique().tolist():
+        for number in top_k_index.unique().tolist() if self.count else ():
             *begin, last = self.experts[number]
             rows, place = torch.where(top_k_index == number)
             given = hidden_states[rows]
             made = last.product(self.inner(*(one.product(given) for one in begin)))
             out.index_add_(0, rows, (made * top_k_weights[rows, place, None]).to(out.dtype))
         return out
+
+    def _own(self, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Of those chosen, the own ones; others count as the first, for nothing."""
+        here = (chosen >= 0) & (chosen < self.count)
+        return torch.where(here, chosen, 0), torch.where(here, weights, 0)
 
 
 def matrices(model: nn.Module) -> Iterator[Matrix]:
@@ -156,6 +173,11 @@ def stored_as(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
+def is_tied(model: Any) -> bool:
+    """Whether the head is the embedding: Nemotron-H's never is, whatever its config says."""
+    return bool(model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None))
+
+
 def refuse_unfilled(model: Any) -> None:
     """ModelError for a model on torch's "meta" device with a buffer that :func:`fill` would leave empty: no file holds
     it, and no module that is exchanged or made anew has it."""
@@ -178,21 +200,22 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
     refuse_unfilled(model)
     decoder = model.get_decoder()
     head, embedding = model.get_output_embeddings(), decoder.get_input_embeddings()
-    tied = bool(model.config.tie_word_embeddings)
+    tied = is_tied(model)
     named = next(name for name, module in model.named_modules() if module is embedding)
     table = source.matrix(named, use="matrix" if tied else "table")
     for name, module in list(model.named_modules()):
         made: nn.Module | None = None
         if module is embedding:
             made = MatrixEmbedding(table, dtype, getattr(module, "scalar_embed_scale", None))
-        elif module is head and tied:
-            made = MatrixProduct(table)
+        elif module is head and tied:  # which may have a bias of its own (Phi)
+            bias = None if module.bias is None else source.tensor(f"{name}.bias", "vector")
+            made = MatrixProduct(table if bias is None else table.like(table.stored, bias))
         elif isinstance(module, nn.Embedding):  # of a token for each layer
             rows = source.matrix(name, use="table")
             made = MatrixEmbedding(rows, dtype, getattr(module, "scalar_embed_scale", None))
         elif isinstance(module, nn.Linear):
             made = MatrixProduct(source.matrix(name, bias=module.bias is not None))
-        elif isinstance(getattr(module, "down_proj", None), nn.Parameter):
+        elif isinstance(getattr(module, "down_proj", None), nn.Parameter) and not getattr(source, "stacked", False):
             made = _experts(name, module, source)
         if made is not None:
             model.set_submodule(name, made)
@@ -206,9 +229,24 @@ def fill(model: Any, source: QuantisedSource, device: torch.device, dtype: torch
         setattr(decoder, rotary, type(getattr(decoder, rotary))(config=model.config).to(device))
 
 
+def part_of_experts(held: Callable[[str], Tensor], has: Callable[[str], bool], part: str, own: str) -> Tensor:
+    """What all experts have of ``part`` (gate, up or down), outputs first: its ``own`` weight or bias, in tensors that
+    they have together, by the names of their module."""
+    gates, biased = has("gate_up_proj"), has("down_proj_bias")  # gpt-oss: transposed, gate and up in turns
+    kept = "gate_up" if part != "down" and gates else part
+    joined = held(f"{kept}_proj{'_bias' if own == 'bias' else ''}")
+    whole = joined.transpose(1, 2) if biased and own == "weight" else joined
+    if part == "down" or not gates:
+        return whole
+    at = ("gate", "up").index(part)
+    return whole[:, at::2] if biased else whole.chunk(2, 1)[at]
+
+
 class ModuleTensors:
     """The tensors of a loaded model of modules by the names of :func:`stored_as`, where they lie: a
     ``rounded_weights.PlainSource``. A module that is exchanged meanwhile gives its memory back."""
+
+    parts = None  # it has all of them
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -228,15 +266,9 @@ class ModuleTensors:
             parent = self._model.get_submodule(start)
             return getattr(parent, own).detach()
         experts = self._model.get_submodule(module)
-        gates = hasattr(experts, "gate_up_proj")
-        kept = "gate_up" if part != "down" and gates else part
-        joined = getattr(experts, f"{kept}_proj{'_bias' if own == 'bias' else ''}")
-        biased = hasattr(experts, "down_proj_bias")  # gpt-oss: transposed, gate and up in turns
-        whole = joined.detach().transpose(1, 2) if biased and own == "weight" else joined.detach()
-        if part == "down" or not gates:
-            return whole
-        at = ("gate", "up").index(part)
-        return whole[:, at::2] if biased else whole.chunk(2, 1)[at]
+        return part_of_experts(
+            lambda held: getattr(experts, held).detach(), lambda held: hasattr(experts, held), part, own
+        )
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``rounded_weights.PlainSource``."""
@@ -255,8 +287,9 @@ def _experts(name: str, module: Any, source: QuantisedSource) -> MatrixExperts:
     def apart(part: str) -> list[Matrix]:
         return source.experts(f"{name}.{part}", module.num_experts)
 
+    since = None if source.parts is None else source.parts.own_experts(module.num_experts).start
     if not hasattr(module, "gate_up_proj"):
-        return MatrixExperts([apart("up")], apart("down"), module.act_fn)
+        return MatrixExperts([apart("up")], apart("down"), module.act_fn, since)
     if hasattr(module, "limit"):  # gpt-oss has gate and up in turns
 
         def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -267,4 +300,4 @@ def _experts(name: str, module: Any, source: QuantisedSource) -> MatrixExperts:
         def gated(gate: Tensor, up: Tensor) -> Tensor:
             return module.act_fn(gate) * up
 
-    return MatrixExperts([apart("gate"), apart("up")], apart("down"), gated)
+    return MatrixExperts([apart("gate"), apart("up")], apart("down"), gated, since)

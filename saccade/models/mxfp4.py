@@ -30,6 +30,11 @@ class Mxfp4(PackedFormat):
     parts = "blocks", "scales"
     meaning = "mxfp4"
 
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`: of experts, which are not cut."""
+        return {}
+
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`: of all experts, [experts, outputs, channels]."""
         found = stored["blocks"]

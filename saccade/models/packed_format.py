@@ -4,7 +4,7 @@ file a format: ``models.awq``, ``models.gptq``, ``models.compressed``, ``models.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ class PackedFormat(ABC):
 
     @property
     @abstractmethod
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """By part, the axis along which outputs lie, and how many of them an entry holds."""
+
+    @property
+    @abstractmethod
     def meaning(self) -> str:
         """What the same tensors could mean otherwise: part of a model's identity."""
 
@@ -49,6 +54,26 @@ class PackedFormat(ABC):
     def matrix(self, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Matrix:
         """The matrix of ``tensors``, whose :meth:`shape` is one, for activations of ``dtype``. SaccadeError where their
         numbers are none."""
+
+    def outputs(
+        self, tensors: Mapping[str, Tensor], spans: Sequence[tuple[int, int]], all: int
+    ) -> dict[str, Tensor] | None:
+        """The tensors of some of ``all`` outputs, those of ``spans`` one behind another; None where an entry would have
+        to be cut."""
+        made = {}
+        for part, tensor in tensors.items():
+            axis, each = self.laid.get(part, (0, 0))
+            if each and tensor.dim() > axis and tensor.shape[axis] == -(-all // each) > 1:
+                if any(start % each or (stop % each and stop != all) for start, stop in spans):
+                    return None
+                runs = [tensor.narrow(axis, start // each, -(-stop // each) - start // each) for start, stop in spans]
+                made[part] = runs[0] if len(runs) == 1 else torch.cat(runs, axis)
+            elif part not in _OF_ALL:
+                made[part] = tensor
+        return made
+
+
+_OF_ALL = ("weight_shape",)  # what is said of a whole matrix
 
 
 def demand(stored: Mapping[str, Stored], part: str, kinds: tuple[str, ...], shape: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.llama_weights import Use
+from saccade.models.parts import Parts
 from saccade.ops import cpu, triton
 from saccade.ops.group_rounding import BITS, CHANNELS, rounded_matrix
 from saccade.ops.matrices import DenseMatrix, Matrix
@@ -23,6 +24,11 @@ _ROUTERS = re.compile(
 
 class PlainSource(Protocol):
     """Tensors of plain numbers: ``models.dense_weights`` of a folder, or of a model that is loaded."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """What a rank has of the tensors, which are that alone; None for all."""
+        ...
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -51,7 +57,8 @@ class RoundedWeights:
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
         """See ``llama_weights.WeightSource``."""
         stored = self._source.stored(f"{name}.weight")
-        return self._made(name, stored, self.tensor(f"{name}.bias", "vector") if bias else None)
+        made = self._made(name, stored, self.tensor(f"{name}.bias", "vector") if bias else None)
+        return made if self.parts is None else self.parts.matrix(name, made)
 
     def experts(self, name: str, count: int) -> list[Matrix]:
         """See ``matrix_modules.QuantisedSource``."""
@@ -59,8 +66,14 @@ class RoundedWeights:
         if f"{name}.bias" in self._source:
             biases = list(self.tensor(f"{name}.bias", "vector").unbind())
         rows = self._source.stored(f"{name}.weight")
-        parts = rows.reshape(count, -1, rows.shape[-1])
+        own = count if self.parts is None else len(self.parts.own_experts(count))
+        parts = rows.reshape(own, -1, rows.shape[-1])
         return [self._made(name, weight, bias) for weight, bias in zip(parts.unbind(), biases)]
+
+    @property
+    def parts(self) -> Parts | None:
+        """Those of the source."""
+        return self._source.parts
 
     def tensor(self, name: str, use: Use) -> Tensor:
         """See ``llama_weights.WeightSource``."""

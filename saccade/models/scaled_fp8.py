@@ -49,6 +49,12 @@ class ScaledFp8(PackedFormat):
     more = (*SCALES, *OF_ACTIVATIONS)
     meaning = "fp8"
 
+    @property
+    def laid(self) -> dict[str, tuple[int, int]]:
+        """See :class:`PackedFormat`."""
+        each = 1 if self.block is None else self.block[0]
+        return {"weight": (0, 1), **dict.fromkeys(SCALES, (0, each))}
+
     def shape(self, stored: Mapping[str, Stored]) -> torch.Size:
         """See :class:`PackedFormat`."""
         outputs, channels = sizes(stored, "weight", KIND)

@@ -44,6 +44,11 @@ class Matrix(ABC):
         return self.weight.shape[0]
 
     @property
+    def made(self) -> int:
+        """Columns of a product: outputs, those of other processes too where all of them have them."""
+        return self.outputs
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one product reads of the matrix."""
         return sum(one.nbytes for one in self.stored) + (0 if self.bias is None else self.bias.nbytes)

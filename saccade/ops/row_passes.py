@@ -140,6 +140,11 @@ def gated_call(gate: Tensor, up: Tensor, out: Tensor) -> Any:
     return _call(_SILU_MUL, gate, 0, gate.shape[-1], up, None, out)
 
 
+def gates(width: int) -> bool:
+    """Whether :func:`gated_call` takes rows of so many values: whole vectors, else it writes behind them."""
+    return width % _WIDTH == 0
+
+
 def rotate_call(x: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """That of :func:`rotate`, of ``x`` [rows, heads, head_dim]."""
     heads = x.transpose(0, 1)

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.memory.memories import Memories
-from saccade.engine.memory.saved_memory import SavedMemory
+from saccade.engine.memory.saved_memory import OLDER, SavedMemory
 from saccade.engine.memory.sequence_memory import Cut
 from saccade.engine.ranks.link import Group, RankLink, RanksLost
 from saccade.engine.ranks.messages import (
@@ -24,17 +24,23 @@ from saccade.engine.ranks.messages import (
     Free,
     Load,
     LoadRows,
+    LoadState,
     Message,
+    Pin,
+    Rest,
     Save,
     SaveRows,
+    SaveSnapshot,
     Settled,
     Truncate,
 )
+from saccade.engine.ranks.states import cut_states, is_state, joined_state
 from saccade.engine.settings.rank_limits import check_policy
 from saccade.engine.steps.carried import Carried
 from saccade.errors import PolicyError, whole_number
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
+from saccade.kv.states import StateFormat
 from saccade.methods.policy import Policy
 from saccade.selection.head_part import HeadPart
 
@@ -61,10 +67,32 @@ class SharedMemories(Memories):
         learns: bool = False,
         holds: bool = False,
     ) -> bool:
+        tells = Truncate(sequence, length, cut, stored, learns, holds)
+        if self[sequence].kept is not None:  # rows may be done again to its layers' states, by all ranks together
+            self._tell(tells)
+            return super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
         stood = super().truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
         if stood:  # else it was freed, which has been told
-            self._tell(Truncate(sequence, length, cut, stored, learns, holds))
+            self._tell(tells)
         return stood
+
+    def resume(self, sequence: int, stored: int, good: Callable[[int], bool]) -> int:
+        left = super().resume(sequence, stored, good)
+        if left != stored:
+            self._tell(Truncate(sequence, left, Cut.RESUMED, stored, False, False))
+        return left
+
+    def pin(self, sequence: int, stored: int) -> None:
+        kept = self[sequence].kept
+        moves = kept is not None and not kept.stands(stored)
+        super().pin(sequence, stored)
+        if moves:
+            self._tell(Pin(sequence, stored))
+
+    def rest(self, sequence: int) -> None:
+        super().rest(sequence)
+        if (memory := self.get(sequence)) is not None and memory.kept is not None:
+            self._tell(Rest(sequence))
 
     def free(self, sequence: int, closes: bool = False) -> None:
         super().free(sequence, closes)
@@ -92,12 +120,41 @@ class SharedMemories(Memories):
                 f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="
                 f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
             )
-        made = super().save(sequence, segment)
-        tensors = self._whole(Save(sequence, segment), made.tensors)
+        lengths = tuple(older)
+        made = super().save(sequence, segment, lengths)
+        tensors = self._whole(Save(sequence, segment, lengths), made.tensors, self._states(sequence))
         return replace(made, tensors=tensors, kv={**made.kv, "kv_heads": made.kv["kv_heads"] * self._heads.parts})
 
     def save_rows(self, sequence: int, start: int, stop: int) -> dict[str, Tensor]:
         return self._whole(SaveRows(sequence, start, stop), super().save_rows(sequence, start, stop))
+
+    def save_snapshot(self, sequence: int, length: int) -> dict[str, Tensor] | None:
+        own = super().save_snapshot(sequence, length)
+        if own is None:
+            return None
+        named = {f"{OLDER}/{name}": one for name, one in own.items()}
+        whole = self._whole(SaveSnapshot(sequence, length), named, self._states(sequence))
+        return {name.removeprefix(f"{OLDER}/"): one for name, one in whole.items()}
+
+    def load_kept(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        own, *others = self._cut(sequence, parts)
+        super().load_kept(sequence, length, own)
+        if parts and others:
+            self._link.tell_each([LoadState(sequence, length, one, False) for one in others])
+
+    def load_snapshot(self, sequence: int, length: int, parts: Mapping[str, Tensor]) -> None:
+        own, *others = self._cut(sequence, parts)
+        super().load_snapshot(sequence, length, own)
+        self._link.tell_each([LoadState(sequence, length, one, True) for one in others])
+
+    def _states(self, sequence: int) -> StateFormat | None:
+        kept = self[sequence].kept
+        return None if kept is None else kept.pool.format
+
+    def _cut(self, sequence: int, parts: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What each rank has of a state."""
+        format = self._states(sequence)
+        return [dict(parts)] * self._link.ranks if format is None else cut_states(format, parts, self._link.ranks)
 
     def check_policies(self, policies: Iterable[Policy]) -> None:
         for policy in policies:
@@ -130,11 +187,12 @@ class SharedMemories(Memories):
         parts, copies = _parts(tensors, self._heads.parts), self._heads.copies
         return [parts[rank // copies] for rank in range(1, self._link.ranks)]
 
-    def _whole(self, message: Message, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``own`` tensors, those of keys and values with the heads of all ranks, which are asked for by ``message``."""
+    def _whole(self, message: Message, own: dict[str, Tensor], states: StateFormat | None = None) -> dict[str, Tensor]:
+        """``own`` tensors, those of keys, values and ``states`` with the heads of all ranks, which are asked for by
+        ``message``."""
         self._link.tell(message)
         try:
-            heads = gathered(self._link.group, own, self._heads.copies)
+            heads = gathered(self._link.group, own, self._heads.copies, states)
         except RuntimeError as error:
             raise self._link.lose(error) from error
         return {name: tensor for name, tensor in own.items() if _heads_at(name) is None} | heads
@@ -152,9 +210,11 @@ def _heads_at(name: str) -> int | None:
     return -2 if name.removeprefix("kv/").startswith("summary/") else None
 
 
-def gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
-    """Those of ``own`` tensors that have heads, with the heads of all ranks, ``copies`` of which have the same. Each
-    calls it; summaries that not all have made alike are left out."""
+def gathered(
+    group: Group, own: Mapping[str, Tensor], copies: int, states: StateFormat | None = None
+) -> dict[str, Tensor]:
+    """Those of ``own`` tensors that have heads, with the heads of all ranks, ``copies`` of which have the same, and
+    ``states``. Each calls it; summaries that not all have made alike are left out."""
     names = sorted(name for name in own if _heads_at(name) is not None)
     shapes = repr([(name, own[name].shape, own[name].dtype) for name in names if _heads_at(name) == -2])
     said = torch.tensor([crc32(shapes.encode())], dtype=torch.int64, device="cpu")
@@ -164,6 +224,10 @@ def gathered(group: Group, own: Mapping[str, Tensor], copies: int) -> dict[str, 
         dim = _heads_at(name)
         if dim is not None and (alike or dim == 1):
             made[name] = torch.cat(group.gather(own[name])[::copies], dim)
+    known = {} if states is None else {one.name: one for one in states.parts}
+    for name in sorted(filter(is_state, own)):
+        part = known[name.rpartition("/")[2]]
+        made[name] = joined_state(part, group.gather(own[name]) if part.blocks else [own[name]])
     return made
 
 

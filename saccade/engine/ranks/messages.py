@@ -118,6 +118,19 @@ class ForgetStates(NamedTuple):
     sequence: int
 
 
+class Pin(NamedTuple):
+    """See ``Memories.pin``."""
+
+    sequence: int
+    stored: int
+
+
+class Rest(NamedTuple):
+    """See ``Memories.rest``."""
+
+    sequence: int
+
+
 class Free(NamedTuple):
     """See ``Memories.free``."""
 
@@ -126,10 +139,27 @@ class Free(NamedTuple):
 
 
 class Save(NamedTuple):
-    """See ``Memories.save``; the ranks gather keys and values."""
+    """See ``Memories.save``; the ranks gather keys, values and states."""
 
     sequence: int
     segment: int | None
+    older: tuple[int, ...] = ()
+
+
+class SaveSnapshot(NamedTuple):
+    """See ``Memories.save_snapshot``; likewise."""
+
+    sequence: int
+    length: int
+
+
+class LoadState(NamedTuple):
+    """See ``Memories.load_kept``, or with ``snapshot`` ``load_snapshot``: what the rank has of the state."""
+
+    sequence: int
+    length: int
+    parts: dict[str, Tensor]
+    snapshot: bool
 
 
 class SaveRows(NamedTuple):
@@ -170,9 +200,13 @@ Message = (
     | ForgetStates
     | Fork
     | Truncate
+    | Pin
+    | Rest
     | Free
     | Save
+    | SaveSnapshot
     | SaveRows
+    | LoadState
     | Load
     | LoadRows
 )

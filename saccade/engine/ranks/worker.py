@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -31,39 +30,21 @@ from saccade.engine.ranks.counts import (
     join_counts,
     share_counts,
 )
-from saccade.engine.ranks.leads import FirstLead, OtherLead
-from saccade.engine.ranks.link import Group, RankGroup, RankLink, RanksLost, others_fail
-from saccade.engine.ranks.looks import Looks, looking, seen_by
-from saccade.engine.ranks.memories import SharedMemories, gathered
+from saccade.engine.ranks.leads import FirstLead
+from saccade.engine.ranks.link import Group, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.looks import Looks
+from saccade.engine.ranks.memories import SharedMemories
 from saccade.engine.ranks.messages import (
     Audits,
-    BeginDrafts,
-    BeginTurn,
-    Decision,
-    ForgetStates,
-    Fork,
-    Load,
-    LoadRows,
-    Look,
-    Message,
     RecordStep,
     Replay,
     Run,
-    Save,
-    SaveRows,
-    Settled,
     TakeCounts,
-    TakeSeen,
-    Truncate,
 )
-from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult, results_of
-from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit, RowAudit
-from saccade.engine.watch.bounds import Bounds
+from saccade.engine.watch.audit import Findings, RowAudit
 from saccade.engine.watch.device_counts import DeviceCounts
-from saccade.engine.watch.maps import Maps
-from saccade.engine.watch.phase_stats import Late
 from saccade.engine.worker import Worker
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
@@ -87,7 +68,7 @@ class RankWorker(Worker):
         """Over tiers each rank's memory holds other blocks: a device serves requests for which it can on all ranks, and
         all of whose blocks are resident there."""
         served, left = super()._served(backend, step, which, result)
-        if backend is not self.device or not which or not any(_tiered(step, self.memories)):
+        if backend is not self.device or not which or not any(tiered_rows(step, self.memories)):
             return served, left
         pools = [self.memories[step.scheduled[number].sequence_id].kv.pool for number in which]
         own = [number in left or pool.absent > 0 for number, pool in zip(which, pools)]
@@ -153,7 +134,7 @@ class FirstRank(RankWorker):
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
-        goes_on = goes_on and not any(_tiered(step, self.memories))
+        goes_on = goes_on and not any(tiered_rows(step, self.memories))
         audits = self.setting.watch.audits
         self._looks.tell(self.setting.watch, self._forgotten)
         if audits:
@@ -162,9 +143,9 @@ class FirstRank(RankWorker):
         try:
             with self._link.in_step():
                 result = super().run(step, times, goes_on)
-            if self._link.lost is None or not all(_failed(step, result)):  # a rank may be lost behind the last sum
-                fold_counts(step, result, _tiered(step, self.memories))
-                group, own = self._link.group, _failed(step, result)
+            if self._link.lost is None or not all(failed_rows(step, result)):  # a rank may be lost behind the last sum
+                fold_counts(step, result, tiered_rows(step, self.memories))
+                group, own = self._link.group, failed_rows(step, result)
                 failed = others_fail(group, own)
                 for one in (one for one, bad in zip(step.scheduled, failed) if bad):
                     result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
@@ -234,129 +215,11 @@ class FirstRank(RankWorker):
         super()._broke(step, result, self._link.lose(error))
 
 
-class OtherRank(RankWorker):
-    """The worker of a rank without an engine, whose sequences have their blocks in ``pool``."""
-
-    def __init__(
-        self,
-        group: RankGroup,
-        pool: BlockManager,
-        runner: HFRunner,
-        setting: Setting,
-        exact: bool,
-        cuda_graphs: bool = False,
-        steps: SumCounts | None = None,
-    ) -> None:
-        super().__init__(runner, setting, exact, cuda_graphs and group.records)
-        self._group, self._pool, self._steps = group, pool, steps
-        self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
-        self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
-
-    def group_of(self) -> Group:
-        """See RankWorker."""
-        return self._group
-
-    def follow(self, messages: Iterator[Message]) -> None:
-        """Do what the first rank says until it says no more. Raises what breaks a pass."""
-        memories = self.memories
-        if self.device is not None:
-            self.device.lead = OtherLead(self._group, messages)
-        for message in messages:
-            if isinstance(message, Run):
-                self._follow_step(*message)
-            elif isinstance(message, Replay):
-                with self.replaying(message.step):
-                    self._follow_step(message.step, 1, False, ())
-            elif isinstance(message, Look):
-                self._seen |= message.fresh
-                self.setting.watch.maps, self.setting.watch.bounds = looking(message.at, self._seen)
-            elif isinstance(message, TakeSeen):
-                exchange(self._group, seen_by(self._seen[message.at]))
-            elif isinstance(message, Audits):
-                first = self.setting.part.global_head(0, self.setting.spec.kv_heads)
-                self.setting.watch.audits = {
-                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, first)
-                    for number, (drawn, whole) in message.drawn.items()
-                }
-            elif isinstance(message, TakeCounts):
-                late = self._late.get((message.request, message.name))
-                exchange(self._group, DeviceCounts() if late is None else late.take())
-            elif isinstance(message, RecordStep):
-                with self._in_step():
-                    if self.device is None or not self.device.prepare_one(self._pool, *message):
-                        raise SaccadeError("a step could not be recorded; the log says why")
-            elif isinstance(message, Decision):
-                raise SaccadeError("the first rank sent a Decision outside of a step")
-            elif isinstance(message, Fork):
-                memories.fork(*message)
-            elif isinstance(message, Save):
-                gathered(self._group, memories.save(*message).tensors, 1)
-            elif isinstance(message, SaveRows):
-                gathered(self._group, memories.save_rows(*message), 1)
-            elif isinstance(message, (Load, LoadRows)):
-                self._open(message.sequence)
-                if isinstance(message, Load):
-                    memories.load(*message)
-                else:
-                    memories.load_rows(*message)
-                memories.filled(message.sequence, memories[message.sequence].kv.length)
-            elif isinstance(message, BeginTurn):
-                self._open(message.sequence)
-                memories.begin_turn(*message)
-            elif message.sequence not in memories:  # one that has not run a step
-                continue
-            elif isinstance(message, BeginDrafts):
-                memories.begin_drafts(message.sequence, None)
-            elif isinstance(message, Settled):
-                memories.settled(*message)
-            elif isinstance(message, ForgetStates):
-                memories.forget_states(*message)
-            elif isinstance(message, Truncate):
-                sequence, length, cut, stored, learns, holds = message
-                memories.truncate(sequence, length, cut, stored=stored, learns=learns, holds=holds)
-            else:
-                memories.free(*message)
-
-    def _in_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._steps is None else self._steps.within(self._group.rank)
-
-    def _follow_step(
-        self, step: StepInput, times: int, goes_on: bool, forget: tuple[tuple[int, Hashable], ...]
-    ) -> None:
-        for key in forget:
-            self._late.pop(key, None)
-            self._seen.pop(key, None)
-        for one in step.scheduled:
-            self._open(one.sequence_id)
-            self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
-        with self._in_step():
-            result = self.run(step, times, goes_on)
-        fold_counts(step, result, _tiered(step, self.memories))
-        own = _failed(step, result)
-        failed = others_fail(self._group, own)
-        share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
-        audits = self.setting.watch.audits
-        self.setting.watch.begin({})
-        if audits:
-            noted = {number: one.audit for number, one in audits.items()}
-            exchange(
-                self._group, {number: one.findings for number, one in noted.items() if isinstance(one, HeadsAudit)}
-            )
-        for number, found in result.requests.items():
-            self._late |= {(number, name): late for name, late in found.late.items() if not isinstance(late, LateOfAll)}
-
-    def _open(self, sequence: int) -> None:
-        """A memory for a sequence that this rank meets for the first time."""
-        if sequence not in self.memories:
-            self.memories.open(sequence, self._pool)
-
-    def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
-        raise error  # the first rank is in another layer now
-
-
-def _failed(step: StepInput, result: StepResult) -> list[bool]:
+def failed_rows(step: StepInput, result: StepResult) -> list[bool]:
+    """Which requests of a step this rank has failed."""
     return [not result.requests[one.request_id].is_good for one in step.scheduled]
 
 
-def _tiered(step: StepInput, memories: Memories) -> list[bool]:
+def tiered_rows(step: StepInput, memories: Memories) -> list[bool]:
+    """Which requests of a step have blocks in tiers."""
     return [memories[one.sequence_id].kv.pool.tiers is not None for one in step.scheduled]
