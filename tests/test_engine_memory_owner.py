@@ -18,6 +18,7 @@ OWNERS = (
     "rows/*.py",
     "device/*.py",
     "attention.py",
+    "ranks/other.py",
     "ranks/worker.py",
     *(f"memory/{one}.py" for one in KEPT),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import socket
+import threading
 import warnings
 from typing import Any
 
@@ -25,10 +27,12 @@ from tiny_models import (  # noqa: F401
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as hf_logging
 
 from saccade.errors import ModelError, RequestError
 from saccade.models import LayerAttention, Segment, attention, load_model
 from saccade.models.attention import MissingContextError, layer_attention, register, saccade_attention
+from saccade.models.quiet import quiet_transformers
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +318,22 @@ def test_a_warning_is_not_an_error_by_itself(llama):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_model(llama, dtype="float32")
+
+
+def test_transformers_speaks_again_once_all_threads_have_loaded():
+    """Two that overlap, and leave in the order in which they came."""
+    before, entered, left = hf_logging.get_verbosity(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with quiet_transformers():
+            entered.set()
+            assert left.wait(30)
+
+    other = threading.Thread(target=second)
+    with quiet_transformers():
+        other.start()
+        assert entered.wait(30)
+    assert hf_logging.get_verbosity() == logging.CRITICAL
+    left.set()
+    other.join()
+    assert hf_logging.get_verbosity() == before

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from transformers.utils import logging as hf_logging
 
+_lock = threading.Lock()
+_inside = 0  # threads, and nested uses
+_before = (logging.WARNING, True)  # the level, and whether there were bars, when the first came
+
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars or load tables: what matters in them is raised as an error or kept as a note."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(hf_logging.CRITICAL)
-    hf_logging.disable_progress_bar()
+    """No progress bars or load tables: what matters in them is raised as an error or kept as a note. transformers'
+    level is the process's: with several threads inside, the last to leave gives it back."""
+    global _inside, _before
+    with _lock:
+        if _inside == 0:
+            _before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+            hf_logging.set_verbosity(hf_logging.CRITICAL)
+            hf_logging.disable_progress_bar()
+        _inside += 1
     try:
         yield
     finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                level, bars = _before
+                hf_logging.set_verbosity(level)
+                if bars:
+                    hf_logging.enable_progress_bar()
 
 
 def speak_through(handler: logging.Handler) -> None:
