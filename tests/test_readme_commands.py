@@ -123,8 +123,10 @@ def test_a_command_runs(line, place, capsys, monkeypatch):
     if line.startswith("saccade tune"):  # what it finds is kept in the cache; the others use the models that lie there
         monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     kind, *words = words_of(line)
-    if kind == "make":  # what its recipe runs in the end
-        told = subprocess.run(["make", "-n", words[0]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    if kind == "make":  # what its recipe runs in the end, also where `make test` runs this
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        asked = ["make", "--no-print-directory", "-n", words[0]]
+        told = subprocess.run(asked, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
         program, *recipe = shlex.split(told.strip().splitlines()[-1])
         kind, words = Path(program).name, [*recipe, *words[1:]]
     if kind == "python":

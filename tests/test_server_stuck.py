@@ -126,7 +126,7 @@ def health(server) -> str:
 
 
 class Stream(threading.Thread):
-    """A client whose stream has begun."""
+    """A client whose stream has begun. It asks again where a busy machine held the engine up for more than LIMIT."""
 
     def __init__(self, server, **fields) -> None:
         super().__init__(daemon=True)
@@ -136,7 +136,16 @@ class Stream(threading.Thread):
         assert self.begun.wait(60)
 
     def run(self) -> None:
+        ends = time.monotonic() + 60
+        while not self.begun.is_set() and time.monotonic() < ends:
+            self.ask()
+            time.sleep(0.05)
+
+    def ask(self) -> None:
         with httpx.stream("POST", self.url + "/v1/completions", json=self.body, timeout=60) as response:
+            if response.status_code == 503:
+                return
+            assert response.status_code == 200, response.read()
             lines = response.iter_lines()
             first = next(line for line in lines if line.startswith("data: "))
             self.begun.set()
@@ -204,10 +213,12 @@ def test_a_deadline_is_kept_though_the_engine_hangs(server, hang, unseen):
     assert stream.failure()["code"] == "deadline_exceeded"
     hang.unlink()
     server.idle()
+    assert server.complete("x").status_code == 200  # it works again before its limit is the short one
 
 
 def test_a_server_ends_in_its_time_though_the_engine_hangs(server, hang, unseen):
     """The last one of this server."""
+    until(lambda: health(server) == "ok")
     stream = Stream(server)
     hang.write_text("sleep")
     began = time.monotonic()
