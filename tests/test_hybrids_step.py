@@ -52,6 +52,18 @@ def test_a_crowd_that_comes_and_goes(pair):
     assert llm.pool.states.pinned == 0
 
 
+@pytest.mark.parametrize("width", [36, 100])
+def test_an_mlp_whose_width_is_no_whole_vectors_stays_with_modules(width, tmp_path):
+    """In the one call its kernel would write behind the buffer of a row."""
+    sizes = WIDE["qwen3_5_text"] | {"intermediate_size": width}
+    one = Pair(make_checkpoint("qwen3_5_text", tmp_path / "model", **sizes))
+    llm, ids = one.llm(exact=False), random_ids(40, seed=1)
+    output = llm.generate(ids, GREEDY)[0]
+    one.check(ids, output)
+    with llm.session() as session:
+        one.check(ids, session.generate(ids, GREEDY))
+
+
 def test_turns_edits_and_samples(pair):
     llm = pair.llm(exact=False, enable_prefix_caching=True)
     first, second = random_ids(50, seed=1), random_ids(20, seed=2)
