@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,23 @@ from saccade.ops.matrices import DenseMatrix, Matrix
 OUT = Path(os.environ.get("OUT") or "build/tensor_parallel") / "tensor_parallel.jsonl"
 WINDOW = "streaming(sinks=64, window=512)"  # of the prompts of decode rows
 SPARSE = "flexprefill(lines=block, max_budget={})"  # with a 16th of the prompt some 12 % of its pairs
+CHUNK = 4096  # tokens at a prompt's end that are computed again although its prefix is there
 FEW, STEPS = 40, 64  # decode steps of short answers, and by how many more long ones take what is timed
 GOALS = {"dense first token": 1.85, "sparse first token": 1.7, "dense decode": 1.75, "arkvale decode": 1.4}
-WAYS = "", ":ranks", ":one", ":bare"  # of a shape: all of these: on several GPUs, on one, on several without sums
+WAYS = (
+    "",
+    ":ranks",
+    ":one",
+    ":bare",
+    ":alone",
+)  # all of these; several GPUs; one; several without sums; one rank of several
 PARTS = ["limits", "sums", *(f"{name}{way}" for name in ("8b", "70b", "tiny") for way in WAYS)]
 NO_SUMS = "SACCADE_BENCH_NO_SUMS"  # of processes that leave sums out
+ALONE = (
+    "SACCADE_BENCH_ALONE"  # of a process that runs its part of the model without the others, whose answers mean nothing
+)
+KERNELS_NAMED = "SACCADE_BENCH_KERNELS"  # of processes that say what their kernels take
+KERNELS = 14  # that are named, the longest
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Of the tokens that are there at once, and some room."""
-        tokens = max(self.first or 0, self.batch * (self.context + 2 * STEPS)) + 64 * self.batch
+        tokens = max(self.first or 0, self.batch * (self.context + CHUNK + 2 * STEPS)) + 64 * self.batch
         return self.layers * 2 * self.kv_heads * self.head_dim * (2 if self.weights != "float32" else 4) * tokens
 
 
@@ -195,9 +208,9 @@ class Rows:
 def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
     """One engine: its rows."""
     patch()
-    shape, without = SHAPES[name], bool(os.environ.get(NO_SUMS))
-    facts = {"shape": name, "ranks": ranks, "sums": not without}
-    with tempfile.TemporaryDirectory() as place:
+    shape, without, one = SHAPES[name], bool(os.environ.get(NO_SUMS)), bool(os.environ.get(ALONE))
+    facts = {"shape": name, "ranks": ranks, "sums": not (without or one)}
+    with tempfile.TemporaryDirectory() as place, saccade.ranks.alone() if one else nullcontext():
         folder = Path(place)
         (folder / "shape").write_text(name)
         build_tokenizer().save_pretrained(folder)
@@ -223,7 +236,11 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
         ]
         for what, policy in plans:
             attempt(rows, facts | {"what": what}, lambda policy=policy: decode(llm, shape, vocab, policy, ranks))
-        if shape.first is not None:
+            if os.environ.get(KERNELS_NAMED):
+                attempt(
+                    rows, facts | {"what": f"{what}: kernels"}, lambda policy=policy: kernels(llm, shape, vocab, policy)
+                )
+        if shape.first is not None and not one:
             for what, policy in (
                 ("dense first token", "dense"),
                 ("sparse first token", SPARSE.format(max(1024, shape.first // 16))),
@@ -245,7 +262,7 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
     taken: dict[int, list[float]] = {12: [], FEW: [], FEW + STEPS: []}
     outputs: list[Any] = []
-    for steps in (12, FEW, FEW + STEPS, FEW, FEW + STEPS):  # the first compiles and records
+    for steps in (12, FEW, FEW + STEPS):  # the first compiles and records
         params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy=policy)
         for one in outputs:
@@ -259,7 +276,24 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
-    return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths}
+    known = min(one.num_cached_tokens for one in outputs)
+    return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths, "cached": known}
+
+
+def kernels(llm: LLM, shape: Shape, vocab: int, policy: str) -> dict[str, Any]:
+    """Microseconds a decode step on this process' GPU by kernel, and of all of them, of steps long recorded."""
+    prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
+    totals = []
+    for steps in (FEW, 2 * FEW):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True), policy=policy)
+        totals.append({one.key: (one.self_device_time_total, one.count) for one in profile.key_averages()})
+    taken = {}
+    for name, (us, count) in totals[1].items():
+        before, calls = totals[0].get(name, (0.0, 0))
+        taken[name] = round((us - before) / FEW, 1), round((count - calls) / FEW, 1)
+    longest = sorted(taken.items(), key=lambda one: -one[1][0])[:KERNELS]
+    return {"us": sum(us for us, _ in taken.values()), "longest": {name[:80]: one for name, one in longest}}
 
 
 def first(llm: LLM, length: int, vocab: int, policy: str) -> dict[str, Any]:
@@ -371,7 +405,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["limits", "sums", "8b", "70b"], choices=PARTS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=110.0, help="of one engine, at most")
+    parser.add_argument("--seconds", type=float, default=170.0, help="of one engine, at most")
+    parser.add_argument("--kernels", action="store_true", help="also say what kernels take of a step, on the first GPU")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--sums", type=int, help=argparse.SUPPRESS)
@@ -383,6 +418,8 @@ def main() -> None:
         sums(given.sums)
     if given.measure:
         return measure(given.measure[0], int(given.measure[1]), given.device, Rows(OUT))
+    if given.kernels:
+        os.environ[KERNELS_NAMED] = "1"
     for part in given.parts:
         name, _, which = part.partition(":")
         if part == "limits":
@@ -396,6 +433,8 @@ def main() -> None:
                 apart(name, 1, given.device, given.seconds)
             if which in ("", "bare"):
                 apart(name, given.ranks, given.device, given.seconds, **{NO_SUMS: "1"})
+            if which == "alone":
+                apart(name, given.ranks, given.device, given.seconds, **{ALONE: "1"})
     compare(given.ranks)
 
 
