@@ -273,7 +273,7 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
         taken[steps].append(max(lasts) - max(firsts))
     report = outputs[0].report["decode"]
     keys = report["density"] * shape.batch * shape.context
-    read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
+    read = llm.model.weight_bytes // ranks + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
     known = min(one.num_cached_tokens for one in outputs)
