@@ -44,10 +44,13 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import Use, read_weights
 from saccade.models.loader import LoadedModel
+from saccade.models.parts import Parts
 from saccade.models.reference.tokenizer import build_tokenizer
 from saccade.models.runner import HFRunner
+from saccade.models.shards import Share, whole_spec
 from saccade.models.tokenizer import load_tokenizer
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.selection.head_part import WHOLE
 
 OUT = Path(os.environ.get("OUT") or "build/tensor_parallel") / "tensor_parallel.jsonl"
 WINDOW = "streaming(sinks=64, window=512)"  # of the prompts of decode rows
@@ -55,18 +58,12 @@ SPARSE = "flexprefill(lines=block, max_budget={})"  # with a 16th of the prompt 
 CHUNK = 4096  # tokens at a prompt's end that are computed again although its prefix is there
 FEW, STEPS = 40, 64  # decode steps of short answers, and by how many more long ones take what is timed
 GOALS = {"dense first token": 1.85, "sparse first token": 1.7, "dense decode": 1.75, "arkvale decode": 1.4}
-WAYS = (
-    "",
-    ":ranks",
-    ":one",
-    ":bare",
-    ":alone",
-)  # all of these; several GPUs; one; several without sums; one rank of several
+# Of a shape: all of these; on several GPUs; on one; on several without sums; one rank of several.
+WAYS = "", ":ranks", ":one", ":bare", ":alone"
 PARTS = ["limits", "sums", *(f"{name}{way}" for name in ("8b", "70b", "tiny") for way in WAYS)]
+PLAIN = "bfloat16", "float32"  # weights that are no blocks
 NO_SUMS = "SACCADE_BENCH_NO_SUMS"  # of processes that leave sums out
-ALONE = (
-    "SACCADE_BENCH_ALONE"  # of a process that runs its part of the model without the others, whose answers mean nothing
-)
+ALONE = "SACCADE_BENCH_ALONE"  # of a process that runs its part of the model without the others
 KERNELS_NAMED = "SACCADE_BENCH_KERNELS"  # of processes that say what their kernels take
 KERNELS = 14  # that are named, the longest
 
@@ -103,13 +100,17 @@ SHAPES = {
 
 
 class RandomWeights:
-    """A source (models.llama_weights.WeightSource) of weights that its names draw."""
+    """A source (models.llama_weights.WeightSource) of weights that its names draw, or of a rank's ``parts`` of them."""
 
-    def __init__(self, shapes: dict[str, torch.Size], weights: str, device: torch.device) -> None:
-        self._shapes, self._weights, self._device = shapes, weights, device
+    def __init__(self, shapes: dict[str, torch.Size], weights: str, device: torch.device, parts: Parts | None) -> None:
+        self._shapes, self._weights, self._device, self._parts = shapes, weights, device, parts
         self._dtype = torch.float32 if weights == "float32" else torch.bfloat16
 
     def tensor(self, name: str, use: Use) -> Tensor:
+        whole = self._whole(name)
+        return whole if self._parts is None else self._parts.tensor(name, whole).clone()
+
+    def _whole(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
@@ -118,18 +119,28 @@ class RandomWeights:
         return made.normal_(0, 0.02, generator=drawn)
 
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
-        if use == "table" or self._weights in ("bfloat16", "float32"):
-            return DenseMatrix(self.tensor(f"{name}.weight", use), None)
+        if use == "table" or self._weights in PLAIN:
+            own: Matrix = DenseMatrix(self.tensor(f"{name}.weight", use), None)
+            return own if self._parts is None else self._parts.matrix(name, own)
         sys.path.insert(0, str(Path(__file__).parent / "gpu"))
         from tiles import drawn
 
         torch.manual_seed(zlib.crc32(name.encode()))
-        return drawn("Q6_K" if name == "lm_head" else self._weights, *self._shapes[f"{name}.weight"])
+        whole = drawn("Q6_K" if name == "lm_head" else self._weights, *self._shapes[f"{name}.weight"])
+        return whole if self._parts is None else self._parts.matrix(name, self._parts.split(name, whole))
 
 
-def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest: Any) -> LoadedModel:
+def random_model(
+    path: str | Path,
+    dtype: Any = None,
+    device: Any = "cpu",
+    quantize: None = None,
+    lora: None = None,
+    layers: None = None,
+    share: Share | None = None,
+) -> LoadedModel:
     """As ``load_model``, of a folder that says a shape's name alone."""
-    folder, device = Path(path), torch.device(device)
+    folder, device, ranks = Path(path), torch.device(device), 1 if share is None else share.ranks
     shape = SHAPES[(folder / "shape").read_text()]
     attention.register()
     config = LlamaConfig(
@@ -149,15 +160,18 @@ def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest
             config, dtype=kind, attn_implementation=attention.ATTENTION_NAME
         ).eval()
     sizes = {name: one.shape for name, one in model.state_dict().items()}
+    grouped = shape.weights not in PLAIN
+    parts = None if share is None else Parts(model, FAMILIES["llama"], share, lambda name, channels: grouped)
     with torch.inference_mode():
-        weights = read_weights(model, RandomWeights(sizes, shape.weights, device), join=device.type == "cuda")
+        source = RandomWeights(sizes, shape.weights, device, parts)
+        weights = read_weights(model, source, join=device.type == "cuda")
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
     spec = ModelSpec(
         family="llama",
         layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        heads=shape.heads // ranks,
+        kv_heads=shape.kv_heads // ranks,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
         max_position=1 << 18,
@@ -165,10 +179,11 @@ def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest
         windows=(None,) * shape.layers,
     )
     runner = HFRunner(model, FAMILIES["llama"], spec, LlamaDecoder(weights))
-    found = FoundOnce(lambda: identity_of(config, spec, f"random {shape}", None))
+    found = FoundOnce(lambda: identity_of(config, whole_spec(spec, ranks), f"random {shape}", None))
     kept = GenerationConfig(do_sample=False)
+    part = WHOLE if parts is None else parts.head
     return LoadedModel(
-        folder, spec, runner, load_tokenizer(folder), model.config, kept, (), device, (), found
+        folder, spec, runner, load_tokenizer(folder), model.config, kept, (), device, (), found, part
     )  # fmt: skip
 
 
@@ -189,6 +204,8 @@ def patch() -> None:
     saccade.ranks.COMMAND = (__file__, "--rank")
     if os.environ.get(NO_SUMS):
         link.device_reduce = no_sums
+    if os.environ.get(ALONE):
+        saccade.llm.check_devices = lambda *more: None  # type: ignore[attr-defined]
 
 
 class Rows:
@@ -225,6 +242,8 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
             **({"dtype": "float32", "exact": False} if device == "cpu" else {}),
         )
         gc.collect()
+        if ranks > 1 and llm.pool.format.kv_heads == shape.kv_heads:
+            raise RuntimeError("each rank has the whole model")
         joins = "nothing" if llm.engine.link is None else type(getattr(llm.engine.link.group, "_there", None)).__name__
         rows.add(
             what="start", **facts, seconds=time.perf_counter() - began, joins=joins, weights=llm.model.weight_bytes
@@ -270,10 +289,12 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
                 raise RuntimeError(one.error)
         firsts = [one.metrics.first_token_time for one in outputs if one.metrics is not None]
         lasts = [one.metrics.last_token_time for one in outputs if one.metrics is not None]
+        if max(firsts) >= min(lasts):
+            raise RuntimeError("rows did not run together: not all of them have room")
         taken[steps].append(max(lasts) - max(firsts))
     report = outputs[0].report["decode"]
     keys = report["density"] * shape.batch * shape.context
-    read = llm.model.weight_bytes // ranks + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
+    read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
     known = min(one.num_cached_tokens for one in outputs)
