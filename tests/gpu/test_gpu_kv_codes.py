@@ -15,7 +15,7 @@ from helpers import KINDS, generator, planted_heads, random_selection
 from test_gpu_engine import settled
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM, SamplingParams, pools
+from saccade import LLM, SamplingParams
 from saccade.engine.device import attention as device_attention
 from saccade.kv import KVFormat, KVStorage, KVView, offers
 from saccade.kv import rows as by_torch
@@ -30,16 +30,6 @@ from saccade.ops.triton.few_rows import attend_few, attend_groups
 from saccade.selection import Dense, Shape
 
 BOTH = pytest.mark.parametrize("rows", ["int8", "fp8"], indirect=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def read_by_kernels():
-    """Engines refuse these rows on a GPU until what follows has passed on one: then "triton" joins ``read_by``."""
-    with pytest.MonkeyPatch.context() as patch:
-        for one in ("int8", "fp8"):
-            patch.setattr(type(FORMATS[one]), "read_by", ("triton", "cpu", "reference"))
-        patch.setattr(pools, "TURNING", ("cpu", "cuda"))
-        yield
 
 
 @pytest.fixture(scope="module")
