@@ -241,8 +241,7 @@ class HShare(Method):
     def _searching(self, query: Query, state: Shared) -> int:
         """Query heads of this part that retrieve."""
         units = len(state.donor) // query.part.parts
-        own = range(query.part.number * units, (query.part.number + 1) * units)
-        return len(set(state.donor).intersection(own)) * query.shape.heads // units
+        return len(set(state.donor).intersection(query.part.units(units))) * query.shape.heads // units
 
     def _count(self, head_dim: int) -> int:
         return max(1, round(self.channels * head_dim))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.matrices import Matrix, PartMatrix
+from saccade.selection.head_part import WHOLE, HeadPart
 
 
 class Ranks(Protocol):
@@ -44,11 +45,11 @@ class SummedMatrix(PartMatrix):
 class GatheredMatrix(PartMatrix):
     """A rank's outputs of a matrix whose channels the ranks make together: they are gathered before the product, as its
     outputs are behind it, so that a product is that of the whole matrix, bit for bit. ``made``: outputs of all ranks;
-    ``share``: as of :class:`SummedMatrix`."""
+    ``share``: as of :class:`SummedMatrix`; ``heads``: which ones the channels are of, where they are heads'."""
 
-    def __init__(self, part: Matrix, made: int, joined: Joined, share: Share = (0, 1)) -> None:
+    def __init__(self, part: Matrix, made: int, joined: Joined, share: Share = (0, 1), heads: HeadPart = WHOLE) -> None:
         super().__init__(part)
-        self._made, self._joined, self._share = made, joined, share
+        self._made, self._joined, self._share, self._heads = made, joined, share, heads
 
     @property
     def made(self) -> int:
@@ -58,11 +59,11 @@ class GatheredMatrix(PartMatrix):
     def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
         """See :class:`PartMatrix`: ``x`` has this rank's channels, the product the outputs of all ranks."""
         ranks, own = self._joined(), _own_channels(x, self._share)
-        return torch.cat(ranks.gather(product(torch.cat(ranks.gather(own), 1), self.part)), 1)
+        return torch.cat(ranks.gather(product(self._heads.join(ranks.gather(own), 1), self.part)), 1)
 
     def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> GatheredMatrix:
         """See :class:`Matrix`."""
-        return GatheredMatrix(self.part.like(stored, bias), self._made, self._joined, self._share)
+        return GatheredMatrix(self.part.like(stored, bias), self._made, self._joined, self._share, self._heads)
 
 
 class VocabularyMatrix(PartMatrix):

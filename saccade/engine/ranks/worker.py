@@ -152,7 +152,7 @@ class FirstRank(RankWorker):
                 good = [not (bad or other) for bad, other in zip(own, failed)]
                 heads = self.setting.part
                 told = share_counts(group, step, result, good)[:: heads.copies]
-                join_counts(heads.parts, step, result, good, told)
+                join_counts(heads, step, result, good, told)
                 self._count_late(step, result, told)
                 if audits:
                     self._take_audits(audits)
@@ -187,13 +187,13 @@ class FirstRank(RankWorker):
         for number, found in result.requests.items():
             for name, own in found.late.items():
                 if isinstance(own, LateOfAll):
-                    folded = self._folded.setdefault((number, name), LateOfAll())
+                    folded = self._folded.setdefault((number, name), LateOfAll(self.setting.part))
                     folded.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
                     found.late[name] = folded
                     continue
                 late = self._late.get((number, name))
                 if late is None:
-                    late = LateOfRanks(partial(self._counted, number, name, dense[number]))
+                    late = LateOfRanks(partial(self._counted, number, name, dense[number]), self.setting.part)
                     self._late[number, name] = late
                     weakref.finalize(late, self._forgotten.append, (number, name))
                 late.note(own)
