@@ -226,7 +226,7 @@ class HShare(Method):
                     state.labels.extend(query.kv)
                     best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
                 best = query.all_heads(best)[state.donor]  # others' rows repeat their donors'
-                state.sets, state.since = query.part.own(best), last
+                state.sets, state.since = best, last
                 heads = self._searching(query, state)
                 work = -(-shape.k_len * heads // shape.heads)
                 query.cost.searches = heads
@@ -236,7 +236,7 @@ class HShare(Method):
                     query.cost.estimated += work
         else:
             query.cost.searches = 0
-        return around(shape, state.sets, self.sinks, state.since)
+        return around(shape, query.part.own(state.sets), self.sinks, state.since)
 
     def _searching(self, query: Query, state: Shared) -> int:
         """Query heads of this part that retrieve."""
