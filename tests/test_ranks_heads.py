@@ -54,6 +54,7 @@ def shared(monkeypatch):
 def test_families(family, tmp_path, shared):
     folder = make_checkpoint(family, tmp_path, **wider(family, 4))
     from saccade.models.loader import load_model
+
     shared(load_model(folder).spec.layers)
     ask(folder, (1, 2))
 
@@ -70,7 +71,11 @@ def test_policies(tmp_path, shared):
             for mine, theirs in zip(*own, strict=True):
                 for phase in ("prefill", "decode"):
                     assert mine.report[phase]["keys_attended"] == theirs.report[phase]["keys_attended"], policy.text
-                    assert mine.report[phase]["density_per_head"] == theirs.report[phase]["density_per_head"], policy.text
+                    assert mine.report[phase]["density_per_head"] == theirs.report[phase]["density_per_head"], (
+                        policy.text
+                    )
+
+
 SIZES = {**WIDER, "intermediate_size": 128, "num_key_value_heads": 4}
 PACKED = [
     ("llama", "awq"),
@@ -85,14 +90,13 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), PACKED
-)
+@pytest.mark.parametrize(("family", "name"), PACKED)
 def test_packed_weights(family, name, tmp_path, threads, shared):
     made = make_checkpoint(family, tmp_path / "made", **SIZES)
     folder, _ = quantise(made, tmp_path / name, FOLDERS[name])
     shared(3)
     ask(folder, (1, 2), exact=False)
+
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 @pytest.mark.parametrize("family", ("mixtral", "gpt_oss", "gemma3_text", "phi3", "llama"))
@@ -100,9 +104,12 @@ def test_weights_rounded_as_they_load(family, quantize, tmp_path, threads, share
     folder = make_checkpoint(family, tmp_path, **SIZES)
     shared(3)
     ask(folder, (1, 2), POLICIES[1:], quantize=quantize, exact=False)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
 def test_gguf(family, tmp_path, shared):
     made = tiny(family, tmp_path / "made", **{**WIDE, "num_key_value_heads": 4}, max_position_embeddings=512)
     from saccade.models.loader import load_model
+
     shared(load_model(made).spec.layers)
     ask(write(made, tmp_path / "m.gguf", Kind.Q8_0), (1, 2), POLICIES[1:], exact=False)

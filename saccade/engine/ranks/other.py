@@ -103,7 +103,9 @@ class OtherRank(RankWorker):
             elif isinstance(message, TakeSeen):
                 exchange(self._group, seen_by(self._seen[message.at]))
             elif isinstance(message, Audits):
-                self.setting.watch.audits = {
+                watch = self.setting.watch
+                watch.audited, watch.replays, watch.replays_next = message[1:]
+                watch.audits = {
                     number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, self.setting.part)
                     for number, (drawn, whole) in message.drawn.items()
                 }

@@ -135,10 +135,11 @@ class FirstRank(RankWorker):
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         goes_on = goes_on and not any(tiered_rows(step, self.memories))
-        audits = self.setting.watch.audits
-        self._looks.tell(self.setting.watch, self._forgotten)
-        if audits:
-            self._link.tell(Audits({number: (one.drawn, one.whole) for number, one in audits.items()}))
+        watch, audits = self.setting.watch, self.setting.watch.audits
+        self._looks.tell(watch, self._forgotten)
+        if audits or watch.audited or watch.replays or watch.replays_next:
+            drawn = {number: (one.drawn, one.whole) for number, one in audits.items()}
+            self._link.tell(Audits(drawn, watch.audited, watch.replays, watch.replays_next))
         self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
         try:
             with self._link.in_step():
