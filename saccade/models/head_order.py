@@ -51,6 +51,19 @@ def orders_of(densities: HeadDensities | None, layers: int, kv_heads: int, parts
     return orders if any(one != tuple(range(kv_heads)) for one in orders) else ()
 
 
+def gains(densities: HeadDensities) -> dict[int, tuple[float, float]]:
+    """By numbers of ranks of which each has several heads, but not all: what the busiest reads over the mean of all,
+    meaned over layers, in the model's order, and shared out by what heads read."""
+    layers = [densities.loads(layer) for layer in range(len(densities.phases[0]))] if densities.phases else []
+    heads = len(layers[0]) if layers else 0
+    found = {}
+    for parts in (ranks for ranks in range(2, heads) if heads % ranks == 0):
+        plain = [busiest(loads, tuple(range(heads)), parts) for loads in layers]
+        best = [busiest(loads, shared_out(loads, parts), parts) for loads in layers]
+        found[parts] = sum(plain) / len(plain), sum(best) / len(best)
+    return found
+
+
 def busiest(loads: Loads, order: Order, parts: int) -> float:
     """What the busiest of ``parts`` ranks reads over what it would if all read alike, meaned over phases."""
     size = len(order) // parts
