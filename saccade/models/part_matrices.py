@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from saccade.ops.fp8 import QuantizedRows
 from saccade.ops.matrices import Matrix, PartMatrix
 from saccade.selection.head_part import WHOLE, HeadPart
 
@@ -27,7 +28,8 @@ Share = tuple[int, int]  # which of how many equal ones of the channels that a p
 
 
 class SummedMatrix(PartMatrix):
-    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
+    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up. Where rows and
+    weights have 8 bits each rank scales its own channels."""
 
     def __init__(self, part: Matrix, joined: Joined, share: Share = (0, 1)) -> None:
         super().__init__(part)
@@ -37,9 +39,9 @@ class SummedMatrix(PartMatrix):
         """See :class:`PartMatrix`."""
         return self._joined().sum(product(_own_channels(x, self._share), self.part))
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> SummedMatrix:
-        """See :class:`Matrix`."""
-        return SummedMatrix(self.part.like(stored, bias), self._joined, self._share)
+    def around(self, part: Matrix) -> SummedMatrix:
+        """See :class:`PartMatrix`."""
+        return SummedMatrix(part, self._joined, self._share)
 
 
 class GatheredMatrix(PartMatrix):
@@ -61,9 +63,9 @@ class GatheredMatrix(PartMatrix):
         ranks, own = self._joined(), _own_channels(x, self._share)
         return torch.cat(ranks.gather(product(self._heads.join(ranks.gather(own), 1), self.part)), 1)
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> GatheredMatrix:
-        """See :class:`Matrix`."""
-        return GatheredMatrix(self.part.like(stored, bias), self._made, self._joined, self._share, self._heads)
+    def around(self, part: Matrix) -> GatheredMatrix:
+        """See :class:`PartMatrix`."""
+        return GatheredMatrix(part, self._made, self._joined, self._share, self._heads)
 
 
 class VocabularyMatrix(PartMatrix):
@@ -91,11 +93,15 @@ class VocabularyMatrix(PartMatrix):
         found = self.part.rows(own.clamp(0, self.part.outputs - 1), dtype)
         return self._joined().sum(torch.where(here[:, None], found, 0))
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> VocabularyMatrix:
-        """See :class:`Matrix`."""
-        return VocabularyMatrix(self.part.like(stored, bias), self._first, self._made, self._joined)
+    def around(self, part: Matrix) -> VocabularyMatrix:
+        """See :class:`PartMatrix`."""
+        return VocabularyMatrix(part, self._first, self._made, self._joined)
 
 
-def _own_channels(x: Tensor, share: Share) -> Tensor:
+def _own_channels(x: Any, share: Share) -> Any:
     number, parts = share
-    return x if parts == 1 else x.chunk(parts, 1)[number]
+    if parts == 1:
+        return x
+    if isinstance(x, QuantizedRows):  # whose scales are of all channels
+        return x._replace(values=x.values.chunk(parts, 1)[number].contiguous())
+    return x.chunk(parts, 1)[number]
