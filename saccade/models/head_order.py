@@ -43,7 +43,7 @@ class HeadDensities:
 def orders_of(densities: HeadDensities | None, layers: int, kv_heads: int, parts: int) -> tuple[Order, ...]:
     """By layer, the KV heads that each of ``parts`` ranks has, so that the busiest reads least; empty where nothing is
     gained: nothing is known of such a model, or a rank has one head, or all."""
-    if densities is None or parts == 1 or parts >= kv_heads:
+    if densities is None or not densities.phases or parts == 1 or parts >= kv_heads:
         return ()
     if any([len(row) for row in one] != [kv_heads] * layers for one in densities.phases):
         return ()
