@@ -20,7 +20,7 @@ from torch import Tensor
 from saccade.errors import ModelError
 from saccade.kv.states import StateFormat, StatePart
 from saccade.models.families import Family, attending_layers, keeping_layers
-from saccade.models.head_order import orders_of
+from saccade.models.head_order import gains, orders_of
 from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
 from saccade.models.part_rules import (
     ALIGNED,
@@ -69,6 +69,8 @@ class Parts:
         own = HeadPart.of(self.kv_heads, share.rank, share.ranks)
         orders = orders_of(share.densities, len(attending), self.kv_heads, own.parts)
         self.head = replace(own, orders=orders)
+        if orders and share.rank == 0:
+            self._say_gain(share)
         ends = model.get_output_embeddings(), decoder.get_input_embeddings()
         self._ends = {name for name, one in self._modules if any(one is end for end in ends)}
         for name in self._shapes:
@@ -79,6 +81,16 @@ class Parts:
                 "heads that read it",
                 *(self.kv_heads, share.ranks, self.head.copies),
             )
+
+    @staticmethod
+    def _say_gain(share: Share) -> None:
+        assert share.densities is not None
+        plain, best = gains(share.densities)[share.ranks]
+        logger.info(
+            "%d processes share KV heads out by what they read under '%s' (saccade tune, %s): the busiest reads %.2f "
+            "of their mean, %.2f in the model's order",
+            *(share.ranks, share.densities.policy, share.densities.made, best, plain),
+        )
 
     def _states(self, decoder: Any, family: Family, config: Any) -> dict[str, StateParts | None]:
         """By modules that keep a state, how ranks share them out; None where their heads do not divide, and each rank

@@ -170,10 +170,11 @@ def said_of(tuned: Tuned, densities: HeadDensities | None = None) -> str:
             parts.append(f"{phase} by '{method.text}' {pays}")
     said = f"auto is '{tuned.policy}': {'; '.join(parts)}."
     for ranks, (plain, best) in ({} if densities is None else gains(densities)).items():
-        said += (
-            f"\nThe busiest of {ranks} processes reads {plain:.2f} of their mean; {best:.2f} where KV heads are shared "
-            "out by what they read, as --tensor-parallel-size does from now on."
-        )
+        if best < plain:
+            said += (
+                f"\nOf {ranks} processes that share the model out the busiest reads {plain:.2f} of their mean in a "
+                f"layer, from now on {best:.2f}: KV heads go to them by what each reads."
+            )
     return said
 
 
