@@ -122,9 +122,9 @@ def test_files_hang_on_the_weights(tmp_path):
         find_heads(tmp_path / "moved", None)
 
 
-@pytest.mark.parametrize("family", thorough_but(("phi3", "olmo2", "cohere"), SERVED))
+@pytest.mark.parametrize("family", thorough_but(("phi3", "olmo2"), SERVED))
 def test_families(family, tmp_path, measured):
-    """Fused projections, norms over all heads, norms of each head's own."""
+    """Fused projections and norms over all heads among them."""
     folder = make_checkpoint(family, tmp_path, **wider(family, 4))
     measured(folder)
     ask(folder, (1, 2), POLICIES[1:])
@@ -169,9 +169,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def pair(folder, measured):
-    """An engine of one process, and one of two."""
-    measured(folder)
+def pair(folder):
+    """An engine of one process, and one of two, which find what was measured."""
+    keep_heads(folder, None, densities(3))
     with make(folder, 1, kv_memory="8MiB", exact=False) as one, make(folder, 2, kv_memory="8MiB", exact=False) as two:
         assert two.model.part.orders == ((0, 3, 1, 2), (0, 3, 1, 2), (0, 1, 2, 3))
         yield one, two
@@ -191,7 +191,7 @@ NUMBERED = [  # by a head's number, or of all heads together
 def test_methods(pair, policies):
     """Tokens, and what each head of the model read."""
     for policy in policies:
-        own = [llm.generate(PROMPTS[:2], greedy(8), policy=policy) for llm in pair]
+        own = [llm.generate(PROMPTS[:1], greedy(8), policy=policy) for llm in pair]
         same(*own)
         for mine, theirs in zip(*own, strict=True):
             for phase in ("prefill", "decode"):
