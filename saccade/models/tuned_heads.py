@@ -57,8 +57,8 @@ def _rows(data: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def _name(folder: Path, layers: int | None) -> str:
-    """By samples of all tensors: whoever changes one changes more than a few of its numbers, and heads that are shared
-    out by those of another checkpoint answer as well, in more time."""
+    """By samples of all tensors: what changes one changes more than a few of its numbers, and heads that are shared out
+    by those of another checkpoint answer as well, in more time."""
     known = xxhash.xxh3_128(f"{layers}".encode())
     for name, one in _tensors(folder):
         flat = one.reshape(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -54,7 +54,9 @@ class HeadPart:
 
     def units(self, count: int) -> Sequence[int]:
         """The numbers in the model of this part's ``count`` KV heads, query heads or other units of a KV head each."""
-        return self._units(count, self.number)
+        if not self.order:
+            return range(self.number * count, (self.number + 1) * count)
+        return _units(self.order, self.parts, self.number, count)
 
     def global_head(self, kv_head: int, kv_heads: int) -> int:
         """The number in the model of this part's ``kv_head``, of ``kv_heads``."""
@@ -65,7 +67,7 @@ class HeadPart:
         size = whole.shape[dim] // self.parts
         if not self.order:
             return whole.narrow(dim, self.number * size, size)
-        return whole.index_select(dim, torch.tensor(self.units(size), device=whole.device))
+        return whole.index_select(dim, _places(self.order, self.parts, self.number, size, whole.device))
 
     def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
         """What every part has for its heads, in the order of parts -> the same of all, in the model's order, along
@@ -73,8 +75,7 @@ class HeadPart:
         whole = torch.cat(list(parts), dim)
         if not self.order or len(parts) != self.parts:  # others are lost
             return whole
-        units = [unit for number in range(self.parts) for unit in self._units(parts[0].shape[dim], number)]
-        return whole.index_select(dim, torch.tensor(units, device=whole.device).argsort())
+        return whole.index_select(dim, _places(self.order, self.parts, None, parts[0].shape[dim], whole.device))
 
     def all_of(self, own: Tensor, name: tuple[int, ...]) -> Tensor:
         """What there is for all heads, of ``own`` for this part's, along dimension 0: every part's is of one shape and
@@ -83,13 +84,21 @@ class HeadPart:
             return own
         return self.join(self.gather(name, own)[:: self.copies])
 
-    def _units(self, count: int, number: int) -> Sequence[int]:
-        if not self.order:
-            return range(number * count, (number + 1) * count)
-        heads = len(self.order) // self.parts
-        each = count // heads
-        own = self.order[number * heads : (number + 1) * heads]
-        return [head * each + unit for head in own for unit in range(each)]
+
+def _units(order: Order, parts: int, number: int, count: int) -> list[int]:
+    heads = len(order) // parts
+    each, own = count // heads, order[number * heads : (number + 1) * heads]
+    return [head * each + unit for head in own for unit in range(each)]
+
+
+@lru_cache(8192)
+def _places(order: Order, parts: int, number: int | None, count: int, device: torch.device) -> Tensor:
+    """int64: where the ``count`` units of part ``number`` lie among those of all heads; for None, where those of all
+    heads lie among the parts, one behind another. Kept: nothing may come from the host while a GPU records."""
+    if number is not None:
+        return torch.tensor(_units(order, parts, number, count), device=device)
+    all_parts = [unit for part in range(parts) for unit in _units(order, parts, part, count)]
+    return torch.tensor(all_parts, device=device).argsort()
 
 
 WHOLE = HeadPart()
