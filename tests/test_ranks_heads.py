@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 
+import fork_server
 import pytest
 import rank_threads
 import torch
@@ -175,6 +176,20 @@ def pair(folder):
     with make(folder, 1, kv_memory="8MiB", exact=False) as one, make(folder, 2, kv_memory="8MiB", exact=False) as two:
         assert two.model.part.orders == ((0, 3, 1, 2), (0, 3, 1, 2), (0, 1, 2, 3))
         yield one, two
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB", "kv_memory": "512KiB"}], ids=["memory", "tiers"])
+def test_four_processes(tmp_path, monkeypatch, options):
+    """Of eight KV heads each has two."""
+    folder = make_checkpoint("llama", tmp_path / "model", **{**LLAMA, "num_key_value_heads": 8})
+    rng = random.Random(5)
+    read = tuple(tuple(rng.random() for _ in range(8)) for _ in range(3))
+    keep_heads(folder, None, HeadDensities("psa", "a text", "a day", decode=read))
+    monkeypatch.setattr(ranks, "subprocess", fork_server.SUBPROCESS)
+    ask(folder, (1, 4), exact=False, **options)
+    with make(folder, 4, kv_memory="8MiB") as llm:
+        assert len(set(llm.model.part.orders)) == 3
 
 
 NUMBERED = [  # by a head's number, or of all heads together
