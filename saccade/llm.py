@@ -24,6 +24,7 @@ from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
 from saccade.models.shards import Share, release
 from saccade.models.target import checked_device
+from saccade.models.tuned_heads import find_heads
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool
@@ -71,7 +72,7 @@ class LLM:
         ranks, link, share = config.tensor_parallel_size, None, None
         if ranks > 1:
             link = make_link(ranks, checked_device(config.device))
-            share = Share(0, ranks, link.joined)
+            share = Share(0, ranks, link.joined, find_heads(folder, config.layers))
         self.model = load_model(folder, config.dtype, config.device, config.quantize, config.lora, config.layers, share)
         if share is not None:
             release(self.model.device)
@@ -83,7 +84,8 @@ class LLM:
         pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
         self.model.runner.turn_keys(pool.format.turned)
         if link is not None:
-            start_ranks(link, config, pool, self.max_model_len, exact)
+            densities = None if share is None else share.densities
+            start_ranks(link, config, pool, self.max_model_len, exact, densities)
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact, link=link)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)

@@ -43,6 +43,7 @@ from saccade.errors import brief
 from saccade.kv import BlockManager
 from saccade.models.calibration import Calibrations
 from saccade.models.folders import checkpoint_folder
+from saccade.models.head_order import HeadDensities
 from saccade.models.loader import load_model
 from saccade.models.shards import Share, release
 from saccade.ops import fa4
@@ -55,7 +56,7 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 class Start(NamedTuple):
     """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
-    torch; ``states``: slots for those of layers that keep one."""
+    torch; ``states``: slots for those of layers that keep one; ``densities``: by which KV heads are shared out."""
 
     config: EngineConfig
     rank: int
@@ -65,6 +66,7 @@ class Start(NamedTuple):
     exact: bool
     threads: int
     states: int | None = None
+    densities: HeadDensities | None = None
 
 
 @contextmanager
@@ -83,7 +85,14 @@ def make_link(ranks: int, device: torch.device) -> RankLink:
     return (LoneLink if _ALONE.get() else RankLink)(ranks, device)
 
 
-def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length: int, exact: bool) -> None:
+def start_ranks(
+    link: RankLink,
+    config: EngineConfig,
+    pool: BlockManager,
+    length: int,
+    exact: bool,
+    densities: HeadDensities | None = None,
+) -> None:
     """Start the other ranks of ``link`` and wait for them. RanksLost, which says why, where one does not come up."""
     if link.alone:
         return link.join()
@@ -101,7 +110,7 @@ def start_ranks(link: RankLink, config: EngineConfig, pool: BlockManager, length
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
         place = config, rank, str(link.store_path)
-        start = Start(*place, pool.num_blocks, length, exact, torch.get_num_threads(), states)
+        start = Start(*place, pool.num_blocks, length, exact, torch.get_num_threads(), states, densities)
         send(process, pickle.dumps(start))
     link.join()
 
@@ -119,7 +128,7 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first rank has said so
             folder = checkpoint_folder(config.model, config.revision)
-            share = Share(rank, ranks, lambda: group[0])
+            share = Share(rank, ranks, lambda: group[0], start.densities)
             model = load_model(folder, config.dtype, device, config.quantize, config.lora, config.layers, share)
         release(device)
         spec = model.spec

@@ -99,6 +99,17 @@ def test_tokens_that_are_drawn(pair, asked):
     assert asked
 
 
+def test_audits_of_recorded_steps(pair):
+    """Each looks at its own heads: the same places, and what is found there, as of one process."""
+    own = [llm.generate(PROMPTS[2], greedy(5, seed=7, audit=1.0, audit_steps=0.6), policy=POLICIES[1]) for llm in pair]
+    by_device(own[1])
+    mine, theirs = (out[0].report["audit"] for out in own)
+    assert mine["places"] == theirs["places"] == mine["output_error"]["samples"] == 4 * 2 * 2
+    assert theirs["left_out"] == 0
+    for name in ("steps", "retained_mass", "output_error", "output_error_scaled", "agreement", "divergence"):
+        assert theirs[name] == pytest.approx(mine[name], abs=2e-5), name
+
+
 def test_a_request_that_joins_and_one_that_is_cancelled(pair):
     answers = []
     for llm in pair:

@@ -93,7 +93,7 @@ def on_a_thread(monkeypatch):
             serve(start, iter(messages.get, None))
         gc.collect()  # closes its connections, as the end of a process does
 
-    def started(link, config, pool, length, exact) -> None:
+    def started(link, config, pool, length, exact, densities) -> None:
         start = Start(config, 1, str(link.store_path), pool.num_blocks, length, exact, torch.get_num_threads())
         threads.append(threading.Thread(target=follow, args=(start,)))
         threads[-1].start()

@@ -93,9 +93,33 @@ def test_quantised_weights(tmp_path, stored):
     same(*answers)
 
 
-def test_products_that_take_rows_in_8_bits_are_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"is not for weights in fp8.*tensor_parallel_size=1"):
-        make(make_checkpoint("llama", tmp_path, hidden_size=64), 2, quantize="fp8_reference")
+EIGHT_BITS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.thorough)])
+def test_products_that_take_rows_in_8_bits(tmp_path, kv_heads):
+    """Each rank scales the channels that it has, which rounds no more than scaling all of them together does."""
+    sizes = {**EIGHT_BITS, "num_key_value_heads": kv_heads, "max_position_embeddings": 512}
+    folder = make_checkpoint("qwen3", tmp_path, **sizes)
+    asked, models = [], []
+    for count, quantize in ((1, None), (1, "fp8_reference"), (2, "fp8_reference")):
+        with make(folder, count, kv_memory="8MiB", quantize=quantize, exact=False) as llm:
+            outs = llm.generate(PROMPTS[:2], greedy(1, prompt_logprobs=0), policy="flexprefill(min_budget=0)")
+            rows = [next(iter(at.values())).logprob for out in outs for at in out.prompt_logprobs[1:]]
+            asked.append(torch.tensor(rows, dtype=torch.float64))
+            models.append(llm.model.identity)
+    plain, one, two = asked
+    assert models[1] == models[2]
+    assert models[2].quantize == "fp8"
+    off = [float((own - plain).square().mean().sqrt()) for own in (one, two)]
+    assert 0 < off[1] < 1.1 * off[0]
+    assert float((two - one).square().mean().sqrt()) < 1.5 * off[0]
+
+
+def test_parts_in_8_bits_that_are_no_whole_tiles(tmp_path):
+    folder = make_checkpoint("llama", tmp_path, **{**EIGHT_BITS, "num_key_value_heads": 2, "intermediate_size": 48})
+    with pytest.raises(ModelError, match=r"a product of 24 by 64 channels.*multiples of 16.*fewer processes share"):
+        load_model(folder, quantize="fp8_reference", share=Share(0, 2, lambda: None))
 
 
 @pytest.mark.parametrize("policy", ["dense", "flexprefill+quest(budget=64)", "psa(epsilon=0.3)"])

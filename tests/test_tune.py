@@ -7,7 +7,7 @@ import json
 import pytest
 from drift_texts import passage
 from engine_helpers import BLOCK_BYTES
-from tiny_models import one_thread, random_ids  # noqa: F401
+from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
 from saccade.engine.settings.config import EngineConfig
@@ -19,7 +19,12 @@ from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
 from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models import tuned as files
+from saccade.models.head_order import gains, orders_of
+from saccade.models.loader import load_model
+from saccade.models.shards import Share
 from saccade.models.tuned import Times
+from saccade.models.tuned_heads import find_heads
+from saccade.passage import made_passage
 
 NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
 TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
@@ -84,6 +89,37 @@ def test_auto_finds_what_was_kept(tiny_llama, cache):
         report = llm.generate([random_ids(1100, seed=1)], params, policy="auto")[0].report
     assert report["policy"] == NEAR
     assert any("tuned on a text (KL " in note for note in report["notes"])
+
+
+def test_what_each_kv_head_reads(tmp_path, cache, monkeypatch):
+    """As reports say it, of the policy that is kept; processes share heads out by it."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+    folder = make_checkpoint("llama", tmp_path / "model", **sizes)
+    monkeypatch.setattr(Limits, "why_not", lambda *drift: None)
+    prefill, decode = "flexprefill(gamma=0.5, min_budget=0)", "psa(epsilon=0.6)"
+    ladders = Ladder("prefill", (prefill,)), Ladder("decode", (decode,))
+
+    def text(llm):
+        return made_passage(llm.encode, 700, 12, 0)
+
+    found = tune(config(folder), lambda llm: ("a text", text(llm)), ladders=ladders, rounding=False)
+    assert found.tuned is not None
+    assert found.tuned.policy == f"{prefill}+{decode}"
+    assert found.heads is not None
+    assert found.heads.parent == cache
+    kept = find_heads(folder, None)
+    assert kept is not None
+    with LLM(config=config(folder)) as llm:
+        _, ran = run(llm, text(llm), Policy.parse(found.tuned.policy), weights=False)
+    for phase in ("prefill", "decode"):
+        pairs = [[(row[at] + row[at + 1]) / 2 for at in range(0, 8, 2)] for row in ran["heads"][phase]]
+        assert [list(row) for row in getattr(kept, phase)] == [pytest.approx(row) for row in pairs]
+        assert len({one for row in pairs for one in row}) > 3
+    plain, best = gains(kept)[2]
+    assert best < plain
+    assert f"the busiest reads {plain:.2f} of their mean in a layer, from now on {best:.2f}" in found.said
+    share = Share(0, 2, lambda: None, kept)
+    assert load_model(folder, share=share).part.orders == orders_of(kept, 3, 4, 2) != ()
 
 
 def test_a_phase_each_and_both_together(tiny_llama):

@@ -226,7 +226,7 @@ class HShare(Method):
                     state.labels.extend(query.kv)
                     best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
                 best = query.all_heads(best)[state.donor]  # others' rows repeat their donors'
-                state.sets, state.since = query.part.own(best), last
+                state.sets, state.since = best, last
                 heads = self._searching(query, state)
                 work = -(-shape.k_len * heads // shape.heads)
                 query.cost.searches = heads
@@ -236,13 +236,12 @@ class HShare(Method):
                     query.cost.estimated += work
         else:
             query.cost.searches = 0
-        return around(shape, state.sets, self.sinks, state.since)
+        return around(shape, query.part.own(state.sets), self.sinks, state.since)
 
     def _searching(self, query: Query, state: Shared) -> int:
         """Query heads of this part that retrieve."""
         units = len(state.donor) // query.part.parts
-        own = range(query.part.number * units, (query.part.number + 1) * units)
-        return len(set(state.donor).intersection(own)) * query.shape.heads // units
+        return len(set(state.donor).intersection(query.part.units(units))) * query.shape.heads // units
 
     def _count(self, head_dim: int) -> int:
         return max(1, round(self.channels * head_dim))

@@ -69,5 +69,6 @@ def tune(
     )
     print(table(found), end="")
     print(f"\n{found.said}")
-    if found.file is not None:
-        print(found.file)
+    for file in (found.file, found.heads):
+        if file is not None:
+            print(file)

@@ -136,8 +136,7 @@ class SnapKV(Method):
         candidates = left[:, :recent].sum(1)
         if self.joins_heads:
             units = self.choose(segment.all_heads(scores), segment.all_heads(candidates).tolist(), counts.tolist())
-            first = segment.part.number * len(left)
-            chosen = units[first : first + len(left)]
+            chosen = [units[unit] for unit in segment.part.units(len(left))]
         else:
             chosen = self.choose(scores, candidates.tolist(), counts.tolist())
         return Kept([torch.cat([old, places[recent:][mask[recent:]]]) for old, mask in zip(chosen, left)], shape.k_len)

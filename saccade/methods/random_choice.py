@@ -43,13 +43,14 @@ class RandomChoice(Method):
         if budget(shape.k_len) >= shape.k_len:
             return Dense(shape)
         lists: list[list[torch.Tensor]] = [[] for _ in range(shape.kv_heads)]
-        first = chunk.part.global_head(0, shape.kv_heads)
+        own = chunk.part.units(shape.kv_heads)
+        places = {head: at for at, head in enumerate(own)}
         for row in shape.rows.tolist():
             rng = np.random.default_rng([self.seed, chunk.layer, row])
-            for head in range(first + shape.kv_heads):  # draws go on from head to head of the model
+            for head in range(max(own) + 1):  # draws go on from head to head of the model
                 others = rng.choice(row, budget(row + 1) - 1, replace=False) if row else np.empty(0, dtype=np.int64)
-                if head >= first:
-                    lists[head - first].append(torch.from_numpy(np.append(others, row).astype(np.int32)))
+                if head in places:
+                    lists[places[head]].append(torch.from_numpy(np.append(others, row).astype(np.int32)))
         tokens = Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
         return tokens.to(shape.device)
 

@@ -89,15 +89,15 @@ class Calibrations:
             )
         return [
             {
-                name: self._own(stored[f"{layer}.{name}"], shape)
+                name: self._own(stored[f"{layer}.{name}"], shape, self._part.at(layer))
                 for name, shape in shapes(layer, parts if KINDS[kind].of_layers else 1).items()
             }
             for layer in range(spec.layers)
         ]
 
-    def _own(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The part of these heads, of ``shape``, along the dimension of heads, if there is one."""
+    def _own(self, tensor: Tensor, shape: tuple[int, ...], part: HeadPart) -> Tensor:
+        """The ``part`` of heads, of ``shape``, along the dimension of heads, if there is one."""
         for dim, size in enumerate(shape):
             if tensor.shape[dim] != size:
-                tensor = tensor.narrow(dim, self._part.number * size, size)
+                tensor = part.own(tensor, dim)
         return tensor.contiguous()

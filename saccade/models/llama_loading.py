@@ -50,7 +50,7 @@ def fp8_matrices(
         if matrix.outputs % fp8.MULTIPLE or matrix.channels % fp8.MULTIPLE:
             raise ModelError(
                 f"quantize: a product of {matrix.channels} by {matrix.outputs} channels cannot run in FP8, which takes "
-                f"multiples of {fp8.MULTIPLE}; leave quantize out"
+                f"multiples of {fp8.MULTIPLE}; leave quantize out, or have fewer processes share the model out"
             )
         return Fp8Matrix.of(matrix.weight, matrix.bias, reference=quantize == "fp8_reference")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.models.families import Family
 from saccade.ops.fp8_weights import ScaledFp8Matrix
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Norm
-from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.ops.matrices import DenseMatrix, Matrix, PartMatrix
 
 # A layer's matrices by transformers' names, in the order in which a step reads them.
 MATRICES = {
@@ -149,7 +149,7 @@ def _layer(
     if convert is not None or (join and not isinstance(made["gate"], DenseMatrix)):  # whose kernel takes both apart
         both = _joined(made, ("gate", "up"), convert)
     if convert is not None:
-        made.update({part: convert(made[part]) for part in ("output", "down")})
+        made.update({part: _converted(made[part], convert) for part in ("output", "down")})
 
     def norm(name: str, of: Any) -> Norm:
         return Norm(source.tensor(f"{start}{name}.weight", "vector"), of.variance_epsilon)
@@ -168,6 +168,11 @@ def _layer(
         both=both,
         **made,
     )
+
+
+def _converted(matrix: Matrix, convert: Callable[[Matrix], Matrix]) -> Matrix:
+    """What ``convert`` makes of a matrix, or of the part of it that a process has."""
+    return matrix.around(convert(matrix.part)) if isinstance(matrix, PartMatrix) else convert(matrix)
 
 
 def _for_rows_in_e4m3(parts: list[Matrix]) -> Callable[[Matrix], Matrix] | None:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from saccade.errors import ModelError
 from saccade.models import matrix_modules
 from saccade.models.checkpoint import Checkpoint, of_first_layers, open_checkpoint
 from saccade.models.families import FAMILIES, Family
@@ -126,11 +125,6 @@ def load_model(
         if quantize is not None:
             check_plain(checkpoint, quantize)
         in_fp8 = quantize in fp8.QUANTIZATIONS
-        if share is not None and in_fp8:
-            raise ModelError(
-                f"tensor_parallel_size={share.ranks} is not for weights in {quantize}, whose products take 8-bit rows; "
-                "use other weights, or tensor_parallel_size=1"
-            )
         convert = fp8_matrices(checkpoint, quantize, family, config, target, chosen) if quantize and in_fp8 else None
         described = described_model(checkpoint, config, chosen)
         adapter = None if lora is None else open_adapter(lora, checkpoint, described)

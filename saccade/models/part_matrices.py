@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from saccade.ops.fp8 import QuantizedRows
 from saccade.ops.matrices import Matrix, PartMatrix
+from saccade.selection.head_part import WHOLE, HeadPart
 
 
 class Ranks(Protocol):
@@ -26,7 +28,8 @@ Share = tuple[int, int]  # which of how many equal ones of the channels that a p
 
 
 class SummedMatrix(PartMatrix):
-    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up."""
+    """A rank's part of a matrix along its channels: what the parts of all ranks make is added up. Where rows and
+    weights have 8 bits each rank scales its own channels."""
 
     def __init__(self, part: Matrix, joined: Joined, share: Share = (0, 1)) -> None:
         super().__init__(part)
@@ -36,19 +39,19 @@ class SummedMatrix(PartMatrix):
         """See :class:`PartMatrix`."""
         return self._joined().sum(product(_own_channels(x, self._share), self.part))
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> SummedMatrix:
-        """See :class:`Matrix`."""
-        return SummedMatrix(self.part.like(stored, bias), self._joined, self._share)
+    def around(self, part: Matrix) -> SummedMatrix:
+        """See :class:`PartMatrix`."""
+        return SummedMatrix(part, self._joined, self._share)
 
 
 class GatheredMatrix(PartMatrix):
     """A rank's outputs of a matrix whose channels the ranks make together: they are gathered before the product, as its
     outputs are behind it, so that a product is that of the whole matrix, bit for bit. ``made``: outputs of all ranks;
-    ``share``: as of :class:`SummedMatrix`."""
+    ``share``: as of :class:`SummedMatrix`; ``heads``: which ones the channels are of, where they are heads'."""
 
-    def __init__(self, part: Matrix, made: int, joined: Joined, share: Share = (0, 1)) -> None:
+    def __init__(self, part: Matrix, made: int, joined: Joined, share: Share = (0, 1), heads: HeadPart = WHOLE) -> None:
         super().__init__(part)
-        self._made, self._joined, self._share = made, joined, share
+        self._made, self._joined, self._share, self._heads = made, joined, share, heads
 
     @property
     def made(self) -> int:
@@ -58,11 +61,11 @@ class GatheredMatrix(PartMatrix):
     def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
         """See :class:`PartMatrix`: ``x`` has this rank's channels, the product the outputs of all ranks."""
         ranks, own = self._joined(), _own_channels(x, self._share)
-        return torch.cat(ranks.gather(product(torch.cat(ranks.gather(own), 1), self.part)), 1)
+        return torch.cat(ranks.gather(product(self._heads.join(ranks.gather(own), 1), self.part)), 1)
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> GatheredMatrix:
-        """See :class:`Matrix`."""
-        return GatheredMatrix(self.part.like(stored, bias), self._made, self._joined, self._share)
+    def around(self, part: Matrix) -> GatheredMatrix:
+        """See :class:`PartMatrix`."""
+        return GatheredMatrix(part, self._made, self._joined, self._share, self._heads)
 
 
 class VocabularyMatrix(PartMatrix):
@@ -90,11 +93,15 @@ class VocabularyMatrix(PartMatrix):
         found = self.part.rows(own.clamp(0, self.part.outputs - 1), dtype)
         return self._joined().sum(torch.where(here[:, None], found, 0))
 
-    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> VocabularyMatrix:
-        """See :class:`Matrix`."""
-        return VocabularyMatrix(self.part.like(stored, bias), self._first, self._made, self._joined)
+    def around(self, part: Matrix) -> VocabularyMatrix:
+        """See :class:`PartMatrix`."""
+        return VocabularyMatrix(part, self._first, self._made, self._joined)
 
 
-def _own_channels(x: Tensor, share: Share) -> Tensor:
+def _own_channels(x: Any, share: Share) -> Any:
     number, parts = share
-    return x if parts == 1 else x.chunk(parts, 1)[number]
+    if parts == 1:
+        return x
+    if isinstance(x, QuantizedRows):  # whose scales are of all channels
+        return x._replace(values=x.values.chunk(parts, 1)[number].contiguous())
+    return x.chunk(parts, 1)[number]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from saccade.models.matrix_modules import MatrixExperts
 from saccade.models.parts import Parts
+from saccade.selection.head_part import HeadPart
 
 
 def share_modules(model: Any, parts: Parts) -> None:
@@ -24,7 +24,7 @@ def share_modules(model: Any, parts: Parts) -> None:
             if bias is not None and parts.share.rank:
                 bias.data.zero_()  # it is added once
         elif parts.joins_norm(name):
-            _norm_all(module, parts)
+            _norm_all(module, parts, parts.head_at(name))
         elif hasattr(module, "num_key_value_groups"):
             _of_own_heads(module, parts)
         elif (state := parts.states.get(name)) is not None:
@@ -39,15 +39,14 @@ def _sum(module: nn.Module, parts: Parts) -> None:
     module.register_forward_hook(joined)
 
 
-def _norm_all(module: nn.Module, parts: Parts) -> None:
+def _norm_all(module: nn.Module, parts: Parts, head: HeadPart) -> None:
     """Of all heads together: they are gathered before it, so that it is that of one process bit for bit."""
-    head = parts.head
 
     def whole(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        return (torch.cat(parts.share.join().gather(given[0].contiguous())[:: head.copies], -1),)
+        return (head.join(parts.share.join().gather(given[0].contiguous())[:: head.copies], -1),)
 
     def own(_: nn.Module, given: Any, made: Tensor) -> Tensor:
-        return made.chunk(head.parts, -1)[head.number]
+        return head.own(made, -1)
 
     module.register_forward_pre_hook(whole)
     module.register_forward_hook(own)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from saccade.errors import ModelError
 from saccade.kv.states import StateFormat, StatePart
-from saccade.models.families import Family, keeping_layers
+from saccade.models.families import Family, attending_layers, keeping_layers
+from saccade.models.head_order import gains, orders_of
 from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
 from saccade.models.part_rules import (
     ALIGNED,
@@ -36,11 +37,12 @@ from saccade.models.part_rules import (
 from saccade.models.shards import Share, check_family, check_ranks
 from saccade.models.state_parts import StateParts, state_parts
 from saccade.ops.matrices import Matrix
+from saccade.selection.head_part import WHOLE as ALL_HEADS
 from saccade.selection.head_part import HeadPart
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERT_MATRIX = re.compile(r"\.experts\.(gate|up|down)\.(weight|bias)$")  # as quantised sources call them
 
@@ -62,7 +64,13 @@ class Parts:
         output = next(one for name, one in self._shapes.items() if self._ends_attention(name))
         self._head_dim = output[1] // self.heads
         check_ranks(share.ranks, self.heads, self.kv_heads, self._head_dim)
-        self.head = HeadPart.of(self.kv_heads, share.rank, share.ranks)
+        attending = attending_layers(family, config)
+        self._attending = {place: layer for layer, place in enumerate(attending)}
+        own = HeadPart.of(self.kv_heads, share.rank, share.ranks)
+        orders = orders_of(share.densities, len(attending), self.kv_heads, own.parts)
+        self.head = replace(own, orders=orders)
+        if orders and share.rank == 0:
+            self._say_gain(share)
         ends = model.get_output_embeddings(), decoder.get_input_embeddings()
         self._ends = {name for name, one in self._modules if any(one is end for end in ends)}
         for name in self._shapes:
@@ -73,6 +81,16 @@ class Parts:
                 "heads that read it",
                 *(self.kv_heads, share.ranks, self.head.copies),
             )
+
+    @staticmethod
+    def _say_gain(share: Share) -> None:
+        assert share.densities is not None
+        plain, best = gains(share.densities)[share.ranks]
+        logger.info(
+            "%d processes share KV heads out by what they read under '%s' (saccade tune, %s): the busiest reads %.2f "
+            "of their mean, %.2f in the model's order",
+            *(share.ranks, share.densities.policy, share.densities.made, best, plain),
+        )
 
     def _states(self, decoder: Any, family: Family, config: Any) -> dict[str, StateParts | None]:
         """By modules that keep a state, how ranks share them out; None where their heads do not divide, and each rank
@@ -139,17 +157,27 @@ class Parts:
             return self._experts_cut(module, kind, shape)
         own_name = module.rpartition(".")[2]
         if kind == "sinks":
-            return Cut(0, self._spans(shape[0], ("query",)))
+            return Cut(0, self._spans(shape[0], ("query",), name))
         if own_name in HEAD_NORMS:
-            return Cut(0, self._spans(shape[0], (HEAD_NORMS[own_name],))) if len(shape) > 1 else None
+            return Cut(0, self._spans(shape[0], (HEAD_NORMS[own_name],), name)) if len(shape) > 1 else None
         if own_name in OUTPUTS:
-            spans = self._spans(shape[0], OUTPUTS[own_name])
+            spans = self._spans(shape[0], OUTPUTS[own_name], name)
             return Cut(0, spans) if spans else None
         if own_name in CHANNELS and self._divides(module):
             if self.grouped(module):
                 return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
-            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),)) if kind == "weight" else None
+            if kind != "weight":
+                return None
+            if CHANNELS[own_name] == "query" and self.head.copies == 1:
+                return Cut(1, self._spans(shape[1], ("query",), name))
+            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),))
         return None
+
+    def head_at(self, name: str) -> HeadPart:
+        """Which heads this rank has in the layer that a module or tensor is of."""
+        found = _LAYER.search(name)
+        assert found is not None
+        return self.head.at(self._attending[int(found[1])])
 
     def _state_cut(self, start: str, own: str, shape: tuple[int, ...]) -> Cut | None:
         parts = self.states[start]
@@ -200,7 +228,9 @@ class Parts:
         elif CHANNELS[name] == "query":
             copy = rank % self.head.copies, self.head.copies
         if self.grouped(module):
-            return GatheredMatrix(own, self._shapes[f"{module}.weight"][0], join, copy)
+            heads = CHANNELS.get(name) == "query" and state is None
+            channels = self.head_at(module) if heads and self.head.orders else ALL_HEADS
+            return GatheredMatrix(own, self._shapes[f"{module}.weight"][0], join, copy, channels)
         return SummedMatrix(own if rank == 0 else own.like(own.stored, None), join, copy)
 
     def grouped(self, module: str) -> bool:
@@ -229,7 +259,7 @@ class Parts:
         inner = self._shapes[f"{module}.down_proj"][1 if first else 2]
         if not blocks or inner % (ALIGNED * self.share.ranks):
             return None
-        return Cut(axis, self._blocks(shape[axis], INNER[:blocks]))
+        return Cut(axis, self._blocks(shape[axis], INNER[:blocks], module))
 
     def _experts(self, name: str) -> int:
         """How many of the module there are."""
@@ -240,23 +270,30 @@ class Parts:
         unit = CHANNELS[module.rpartition(".")[2]]
         return unit == "query" or self._shapes[f"{module}.weight"][1] % self.share.ranks == 0
 
-    def _spans(self, size: int, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
-        """Of blocks that make up ``size`` outputs; none of an MLP's that does not divide."""
+    def _spans(self, size: int, units: tuple[Unit, ...], name: str) -> tuple[tuple[int, int], ...]:
+        """Of blocks that make up ``size`` outputs of the tensor ``name``; none of an MLP's that does not divide."""
         if units[0] == "inner" and size // len(units) % self.share.ranks:
             return ()
-        return self._blocks(size, units)
+        return self._blocks(size, units, name)
 
-    def _blocks(self, size: int, units: tuple[Unit, ...]) -> tuple[tuple[int, int], ...]:
+    def _blocks(self, size: int, units: tuple[Unit, ...], name: str) -> tuple[tuple[int, int], ...]:
         counts = {"query": self.heads, "kv": self.kv_heads, "inner": 1}
         each = size // sum(counts[unit] for unit in units)
-        spans, start = [], 0
+        spans, start = list[tuple[int, int]](), 0
         for unit in units:
             block = counts[unit] * each
-            place = (self.share.rank, self.share.ranks) if unit == "inner" else (self.head.number, self.head.parts)
-            first, stop = self._run(block, *place)
-            spans.append((start + first, start + stop))
+            runs = [self._run(block, self.share.rank, self.share.ranks)] if unit == "inner" else self._runs(block, name)
+            spans += [(start + first, start + stop) for first, stop in runs]
             start += block
         return tuple(spans)
+
+    def _runs(self, size: int, name: str) -> Iterator[tuple[int, int]]:
+        """Of ``size`` outputs, or channels, of all heads those of this rank's: heads that lie side by side are one."""
+        own, each = list(self.head_at(name).units(self.kv_heads // self.head.parts)), size // self.kv_heads
+        starts = [head for head in own if head - 1 not in own]
+        stops = [head + 1 for head in own if head + 1 not in own]
+        for start, stop in zip(starts, stops, strict=True):
+            yield start * each, stop * each
 
     def _run(self, size: int, number: int, parts: int, even: bool = True) -> tuple[int, int]:
         assert not even or size % parts == 0, (size, parts)
@@ -267,7 +304,7 @@ class Parts:
         found, shape = _LAYER.search(name), self._shapes[name]
         if found is None or len(shape) < 2:
             return
-        module, _, kind = found[1].rpartition(".")
+        module, _, kind = found[2].rpartition(".")
         own = module.rpartition(".")[2]
         if (state := self._state_of(name)) is not None:
             parts = self.states[state[0]]

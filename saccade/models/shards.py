@@ -17,6 +17,7 @@ from torch import Tensor
 
 from saccade.errors import ModelError
 from saccade.models.families import Family
+from saccade.models.head_order import HeadDensities
 from saccade.models.interface import ModelSpec
 from saccade.models.part_matrices import Joined, Ranks
 
@@ -24,11 +25,12 @@ from saccade.models.part_matrices import Joined, Ranks
 @dataclass(frozen=True)
 class Share:
     """That a model is loaded by ``rank``, from 0, of ``ranks`` that run it together; ``joined`` gives what joins them
-    once they have met."""
+    once they have met; by ``densities`` they share KV heads out."""
 
     rank: int
     ranks: int
     joined: Joined
+    densities: HeadDensities | None = None
     _apart: list[Ranks] = field(default_factory=list)
 
     def join(self) -> Ranks:

@@ -78,16 +78,18 @@ def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str
 
 def tuned_file(model: LoadedModel, place: Mapping[str, Any]) -> Path:
     """Where what ``saccade tune`` finds of ``model`` lies. Reads the model's weights, once."""
-    return _home() / f"policy-{model.identity.digest}-{_digest(place)}.json"
+    return tuned_home() / f"policy-{model.identity.digest}-{_digest(place)}.json"
 
 
 def find_tuned(model: LoadedModel, place: Mapping[str, Any]) -> Tuned | None:
     """What ``saccade tune`` found of ``model`` at ``place``; None where it was not run. SaccadeError, naming the file
     and the command, for one that is broken."""
     ending = f"-{_digest(place)}.json"
-    if not any(home.glob(f"policy-*{ending}") for home in _homes()):  # weights are read for nothing
+    if not any(home.glob(f"policy-*{ending}") for home in tuned_homes()):  # weights are read for nothing
         return None
-    file = next((one for home in _homes() if (one := home / f"policy-{model.identity.digest}{ending}").is_file()), None)
+    file = next(
+        (one for home in tuned_homes() if (one := home / f"policy-{model.identity.digest}{ending}").is_file()), None
+    )
     if file is None:
         return None
     try:
@@ -105,13 +107,13 @@ def find_tuned(model: LoadedModel, place: Mapping[str, Any]) -> Tuned | None:
 def keep_tuned(model: LoadedModel, place: Mapping[str, Any], tuned: Tuned) -> Path:
     """Write what was found; returns the file. RequestError where the system refuses."""
     file = tuned_file(model, place)
-    _write(file, {"version": VERSION, "place": dict(place), **asdict(tuned)})
+    write_tuned(file, {"version": VERSION, "place": dict(place), **asdict(tuned)})
     return file
 
 
 def find_times(place: Mapping[str, Any], policy: str) -> Times | None:
     """Of an earlier process; a file that is broken counts as none."""
-    for home in _homes():
+    for home in tuned_homes():
         try:
             data = json.loads((home / _times_name(place, policy)).read_text(encoding="utf-8"))
             if data["version"] == VERSION:
@@ -123,8 +125,8 @@ def find_times(place: Mapping[str, Any], policy: str) -> Times | None:
 
 def keep_times(place: Mapping[str, Any], times: Times) -> Path:
     """Write times; returns the file. RequestError where the system refuses."""
-    file = _home() / _times_name(place, times.policy)
-    _write(file, {"version": VERSION, "place": dict(place), "times": asdict(times)})
+    file = tuned_home() / _times_name(place, times.policy)
+    write_tuned(file, {"version": VERSION, "place": dict(place), "times": asdict(times)})
     return file
 
 
@@ -148,11 +150,12 @@ def _digest(data: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(dict(data), sort_keys=True).encode()).hexdigest()
 
 
-def _homes() -> list[Path]:
+def tuned_homes() -> list[Path]:
+    """Folders that files may lie in."""
     return [home / FOLDER for home in cache_homes() if is_ours(home)]
 
 
-def _home() -> Path:
+def tuned_home() -> Path:
     """Where new files go."""
     for home in cache_homes():
         try:
@@ -164,5 +167,6 @@ def _home() -> Path:
     return cache_homes()[0] / FOLDER
 
 
-def _write(file: Path, data: Mapping[str, Any]) -> None:
+def write_tuned(file: Path, data: Mapping[str, Any]) -> None:
+    """Write a file of this kind. RequestError where the system refuses."""
     write_text(file, json.dumps(data, indent=1) + "\n", "tuned policy")

@@ -105,12 +105,24 @@ class PartMatrix(Matrix):
         self.format, self.weight, self.bias, self.channels = part.format, part.weight, part.bias, part.channels
 
     @abstractmethod
+    def around(self, part: Matrix) -> Matrix:
+        """The same of another ``part``, of the same channels."""
+
+    @abstractmethod
     def through(self, product: Callable[[Any, Matrix], Tensor], x: Any) -> Tensor:
         """:meth:`product`, where ``product`` multiplies by a part."""
 
     def product(self, x: Any) -> Tensor:
         """See :class:`Matrix`."""
         return self.through(lambda rows, part: part.product(rows), x)
+
+    def passes(self, plain: RowPasses) -> RowPasses:
+        """See :class:`Matrix`."""
+        return self.part.passes(plain)
+
+    def like(self, stored: Sequence[Tensor], bias: Tensor | None) -> Matrix:
+        """See :class:`Matrix`."""
+        return self.around(self.part.like(stored, bias))
 
     @property
     def stored(self) -> tuple[Tensor, ...]:

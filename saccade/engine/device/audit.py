@@ -46,6 +46,10 @@ class StepAudits:
         self._failed: str | None = None
 
     @property
+    def _kv_heads(self) -> int:
+        return next(row.kv.pool for _, row, _ in self._rows).format.kv_heads
+
+    @property
     def launches(self) -> bool:
         """Whether :meth:`launch` does all of it: another step may then be launched behind it."""
         return self._tap is None or not self._rows or all(spec.sinks is None for spec in self._tap.specs.values())
@@ -57,19 +61,19 @@ class StepAudits:
             self._compared = Compared(self._replays, self._kind.logits, self._dense)
         if self._tap is None:
             return
-        asked: dict[tuple[float, float | None], list[tuple[AuditPlace, RowAudit]]] = {}
+        asked: dict[tuple[float, float | None], list[tuple[AuditPlace, Place, RowAudit]]] = {}
         for number, _, audit in self._rows:
-            for layer, heads in audit.drawn.items():
+            for layer in audit.drawn:
                 spec = self._tap.specs[layer]
-                if spec.sinks is None:
+                for named, head in audit.own(layer, self._kv_heads) if spec.sinks is None else ():
                     same = asked.setdefault((spec.scale, spec.softcap), [])
-                    same += [(AuditPlace(layer, number, head, spec.window or 0), audit) for head in heads]
+                    same.append((AuditPlace(layer, number, head, spec.window or 0), (layer, named), audit))
         try:
             for (scale, softcap), listed in asked.items():
-                found = self._compare(self._tap, self._buffers, [place for place, _ in listed], scale, softcap)
+                found = self._compare(self._tap, self._buffers, [place for place, _, _ in listed], scale, softcap)
                 parts: dict[int, tuple[RowAudit, list[Place]]] = {}
-                for place, audit in listed:
-                    parts.setdefault(id(audit), (audit, []))[1].append((place.layer, place.kv_head))
+                for _, known, audit in listed:
+                    parts.setdefault(id(audit), (audit, []))[1].append(known)
                 self._found.append((found, list(parts.values())))
         except Exception as error:
             self._failed = f"audit: a step's samples were left out: {type(error).__name__}: {error}"
@@ -104,7 +108,7 @@ class StepAudits:
                 row.result.note("audit: steps whose keys may lie in host memory were left out")
                 continue
             if self._failed is not None:
-                audit.audit.left_out += sum(map(len, audit.drawn.values()))
+                audit.audit.left_out += sum(len(audit.own(layer, self._kv_heads)) for layer in audit.drawn)
                 row.result.note(self._failed)
                 continue
             for layer in audit.drawn:

@@ -20,16 +20,17 @@ from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
 from saccade.ops.pairs import pairs as pairs_of
 from saccade.selection import Selection, Shape
+from saccade.selection.head_part import WHOLE, HeadPart
 
 DENSE = Policy()
 
 
 class LateOfRanks:
     """What each rank counts of its heads of one request under one name, and keeps until a report is made. ``ask`` gives
-    what all of them have counted, for what the first has."""
+    what all of them have counted, for what the first has; ``part`` says which heads they have."""
 
-    def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]], part: HeadPart) -> None:
+        self._ask, self._part = ask, part
         self._own: Late | None = None  # while there is anything new
 
     def note(self, own: Late) -> None:
@@ -41,22 +42,25 @@ class LateOfRanks:
         own, self._own = self._own, None
         if own is None:
             return DeviceCounts()
-        total = LateOfAll()
+        total = LateOfAll(self._part)
         total.add(self._ask(own.take()))
         return total.take()
 
 
 class LateOfAll:
-    """Counts of one request under one plan, of the heads of all ranks; ``take`` hands them over."""
+    """Counts of one request under one plan, of the heads of all ranks, of which ``part`` says what each has; ``take``
+    hands them over."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: HeadPart = WHOLE) -> None:
+        self._part = part
         self._counts = DeviceCounts()
 
     def add(self, parts: Sequence[DeviceCounts]) -> None:
         """Count what each rank did since the last time."""
         kept = self._counts
         for layer in parts[0].layers:
-            more, have = _stats([one.layers[layer] for one in parts if layer in one.layers]), kept.layers.get(layer)
+            counted = [one.layers[layer] for one in parts if layer in one.layers]
+            more, have = _stats(counted, self._part.at(layer)), kept.layers.get(layer)
             kept.layers[layer] = more
             if have is not None:
                 more.plus(have)
@@ -121,12 +125,18 @@ def drop_counts(step: StepInput, result: StepResult) -> None:
                 each.calls, each.late = [], {}
 
 
-def join_counts(ranks: int, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]) -> None:
-    """Let the calls of the ``good`` requests of ``step`` count the heads of all ranks, as they were ``told``."""
+def join_counts(
+    part: HeadPart, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]
+) -> None:
+    """Let the calls of the ``good`` requests of ``step`` count the heads of all ranks, as they were ``told``; ``part``
+    says which heads these have."""
     for number, row in enumerate(_rows(step, result, good)):
         for at, call in enumerate(row.calls):
             parts = [rank.calls[number][at] for rank in told]
-            row.calls[at] = _joined(call, parts) if parts else replace(call, used=_widened(call.used, ranks))
+            if parts:
+                row.calls[at] = _joined(call, parts, part.at(call.layer))
+            else:
+                row.calls[at] = replace(call, used=_widened(call.used, part.parts))
 
 
 def _rows(step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RequestResult]:
@@ -156,7 +166,7 @@ def _told(call: CallCount) -> _Told:
     return _Told(read.cpu().expand(heads).clone(), call.cost, None if call.coverage is None else call.coverage.cpu())
 
 
-def _joined(call: CallCount, parts: Sequence[_Told]) -> CallCount:
+def _joined(call: CallCount, parts: Sequence[_Told], heads: HeadPart) -> CallCount:
     costs, kind = [part.cost for part in parts], call.used.kind if isinstance(call.used, ReadPairs) else type(call.used)
     searches = [cost.searches for cost in costs if cost.searches is not None]
     cost = Cost(
@@ -168,7 +178,7 @@ def _joined(call: CallCount, parts: Sequence[_Told]) -> CallCount:
     )
     coverage = [part.coverage for part in parts if part.coverage is not None]
     shape = _wide(call.used.shape, len(parts))
-    used = ReadPairs(shape, torch.cat([part.pairs for part in parts]), kind)
+    used = ReadPairs(shape, heads.join([part.pairs for part in parts]), kind)
     return replace(call, used=used, cost=cost, coverage=torch.cat(coverage) if coverage else None)
 
 
@@ -181,12 +191,12 @@ def _widened(used: Selection | ReadPairs, ranks: int) -> Selection | ReadPairs:
     return replace(used, shape=_wide(used.shape, ranks))  # type: ignore[type-var]
 
 
-def _stats(parts: Sequence[LayerStats]) -> LayerStats:
+def _stats(parts: Sequence[LayerStats], heads: HeadPart) -> LayerStats:
     """One layer's counts of all heads."""
     own, ranks = parts[0], len(parts)
     attended = None
     if any(part.attended is not None for part in parts):
-        attended = torch.cat(
+        attended = heads.join(
             [torch.zeros(part.heads, dtype=torch.int64) if part.attended is None else part.attended for part in parts]
         )
     return replace(

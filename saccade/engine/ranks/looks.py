@@ -37,7 +37,7 @@ class Looks:
         self._link.tell(Look(tuple(seen), fresh))
         for key, one in fresh.items():
             self._shown[key] = one
-            one.joined = partial(self._joined, key)
+            one.joined, one.part = partial(self._joined, key), self._part
             weakref.finalize(one, forgotten.append, key)
 
     def _joined(self, key: tuple[int, Hashable], own: Any) -> Sequence[Any]:

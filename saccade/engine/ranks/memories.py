@@ -171,7 +171,7 @@ class SharedMemories(Memories):
         return made
 
     def load_rows(self, sequence: int, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
-        super().load_rows(sequence, _parts(tensors, self._heads.parts)[0], count)
+        super().load_rows(sequence, _parts(tensors, self._heads)[0], count)
         self._link.tell_each([LoadRows(sequence, part, count) for part in self._of_others(tensors)])
 
     def _part(self, saved: SavedKV) -> SavedKV:
@@ -180,11 +180,11 @@ class SharedMemories(Memories):
         heads: Any = metadata.get("kv_heads")
         if whole_number(heads, 1) and heads % parts == 0:
             metadata = {**metadata, "kv_heads": heads // parts}
-        return SavedKV(_parts(saved.tensors, parts)[0], metadata)
+        return SavedKV(_parts(saved.tensors, self._heads)[0], metadata)
 
     def _of_others(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What each other rank takes of them."""
-        parts, copies = _parts(tensors, self._heads.parts), self._heads.copies
+        parts, copies = _parts(tensors, self._heads), self._heads.copies
         return [parts[rank // copies] for rank in range(1, self._link.ranks)]
 
     def _whole(self, message: Message, own: dict[str, Tensor], states: StateFormat | None = None) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class SharedMemories(Memories):
         ``message``."""
         self._link.tell(message)
         try:
-            heads = gathered(self._link.group, own, self._heads.copies, states)
+            heads = gathered(self._link.group, own, self._heads, states)
         except RuntimeError as error:
             raise self._link.lose(error) from error
         return {name: tensor for name, tensor in own.items() if _heads_at(name) is None} | heads
@@ -211,9 +211,9 @@ def _heads_at(name: str) -> int | None:
 
 
 def gathered(
-    group: Group, own: Mapping[str, Tensor], copies: int, states: StateFormat | None = None
+    group: Group, own: Mapping[str, Tensor], heads: HeadPart, states: StateFormat | None = None
 ) -> dict[str, Tensor]:
-    """Those of ``own`` tensors that have heads, with the heads of all ranks, ``copies`` of which have the same, and
+    """Those of ``own`` tensors that have heads, with the heads of all ranks, of which ``heads`` are this one's, and
     ``states``. Each calls it; summaries that not all have made alike are left out."""
     names = sorted(name for name in own if _heads_at(name) is not None)
     shapes = repr([(name, own[name].shape, own[name].dtype) for name in names if _heads_at(name) == -2])
@@ -223,7 +223,7 @@ def gathered(
     for name in names:
         dim = _heads_at(name)
         if dim is not None and (alike or dim == 1):
-            made[name] = torch.cat(group.gather(own[name])[::copies], dim)
+            made[name] = _joined(name, group.gather(own[name])[:: heads.copies], dim, heads)
     known = {} if states is None else {one.name: one for one in states.parts}
     for name in sorted(filter(is_state, own)):
         part = known[name.rpartition("/")[2]]
@@ -231,16 +231,51 @@ def gathered(
     return made
 
 
-def _parts(tensors: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Keys, values and summaries by part of the heads. What is no such tensor is left to those who take it in, and to
-    refuse it; summaries that lack heads, as earlier versions saved them, are made again."""
-    made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+def _parts(tensors: Mapping[str, Tensor], heads: HeadPart) -> list[dict[str, Tensor]]:
+    """Keys, values and summaries by part of the ``heads``. What is no such tensor is left to those who take it in, and
+    to refuse it; summaries that lack heads, as earlier versions saved them, are made again."""
+    parts = [replace(heads, number=number) for number in range(heads.parts)]
+    made: list[dict[str, Tensor]] = [{} for _ in parts]
     for name, tensor in tensors.items():
         dim = _heads_at(name)
-        if dim is not None and tensor.dim() >= 4 and tensor.shape[dim] % parts == 0:
-            for part, own in zip(made, tensor.chunk(parts, dim)):
-                part[name] = own.clone()  # a part of a tensor is pickled with all of it
+        if dim is not None and tensor.dim() >= 4 and tensor.shape[dim] % heads.parts == 0:
+            for part, own in zip(parts, made):
+                own[name] = _own(name, tensor, dim, part)
         elif dim != -2:
-            for part in made:
-                part[name] = tensor
+            for own in made:
+                own[name] = tensor
     return made
+
+
+def _own(name: str, whole: Tensor, dim: int, part: HeadPart) -> Tensor:
+    """What a ``part`` has of a saved tensor: one of all layers [layers, ...], or a summary of one. A copy: a part of a
+    tensor is pickled with all of it."""
+    layer = _layer_of(name)
+    if not part.orders:
+        return part.own(whole, dim).clone()
+    if layer is not None:
+        return part.at(layer).own(whole, dim).clone() if layer < len(part.orders) else whole
+    if len(whole) != len(part.orders):  # of another model, which is refused
+        return whole
+    return torch.stack([part.at(at).own(one, _within(dim)) for at, one in enumerate(whole)])
+
+
+def _joined(name: str, parts: list[Tensor], dim: int, heads: HeadPart) -> Tensor:
+    """The other way round."""
+    layer = _layer_of(name)
+    if not heads.orders:
+        return heads.join(parts, dim)
+    if layer is not None:
+        return heads.at(layer).join(parts, dim)
+    return torch.stack([heads.at(at).join(one, _within(dim)) for at, one in enumerate(zip(*parts))])
+
+
+def _within(dim: int) -> int:
+    """A dimension of a tensor of all layers, in one layer's."""
+    return dim - 1 if dim > 0 else dim
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a saved summary is of: ``summary/<layer>/<kind>/<block size>``; None of tensors of all layers."""
+    _, *parts = name.removeprefix("kv/").split("/")
+    return int(parts[0]) if len(parts) == 3 and parts[0].isdecimal() and len(parts[0]) < 10 else None

@@ -32,9 +32,12 @@ class Replay(NamedTuple):
 
 class Audits(NamedTuple):
     """What is audited of the next step's rows, by request: the KV heads of the model by layer, and ``RowAudit.whole``;
-    the ranks gather what they found."""
+    the ranks gather what they found. The others are as of ``Watch``."""
 
     drawn: dict[int, tuple[Mapping[int, list[int]], bool]]
+    audited: frozenset[int]
+    replays: frozenset[int]
+    replays_next: bool
 
 
 class Look(NamedTuple):

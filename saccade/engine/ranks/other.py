@@ -88,7 +88,7 @@ class OtherRank(RankWorker):
 
     def follow(self, messages: Iterator[Message]) -> None:
         """Do what the first rank says until it says no more. Raises what breaks a pass."""
-        memories = self.memories
+        memories, heads = self.memories, self.setting.part
         if self.device is not None:
             self.device.lead = OtherLead(self._group, messages)
         for message in messages:
@@ -103,9 +103,10 @@ class OtherRank(RankWorker):
             elif isinstance(message, TakeSeen):
                 exchange(self._group, seen_by(self._seen[message.at]))
             elif isinstance(message, Audits):
-                first = self.setting.part.global_head(0, self.setting.spec.kv_heads)
-                self.setting.watch.audits = {
-                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, first)
+                watch = self.setting.watch
+                watch.audited, watch.replays, watch.replays_next = message[1:]
+                watch.audits = {
+                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, self.setting.part)
                     for number, (drawn, whole) in message.drawn.items()
                 }
             elif isinstance(message, TakeCounts):
@@ -120,15 +121,15 @@ class OtherRank(RankWorker):
             elif isinstance(message, Fork):
                 memories.fork(*message)
             elif isinstance(message, Save):
-                gathered(self._group, memories.save(*message).tensors, 1, self._states)
+                gathered(self._group, memories.save(*message).tensors, heads, self._states)
             elif isinstance(message, SaveSnapshot):
                 own = memories.save_snapshot(*message) or {}
-                gathered(self._group, {f"{OLDER}/{name}": one for name, one in own.items()}, 1, self._states)
+                gathered(self._group, {f"{OLDER}/{name}": one for name, one in own.items()}, heads, self._states)
             elif isinstance(message, LoadState):
                 sequence, length, parts, snapshot = message
                 (memories.load_snapshot if snapshot else memories.load_kept)(sequence, length, parts)
             elif isinstance(message, SaveRows):
-                gathered(self._group, memories.save_rows(*message), 1)
+                gathered(self._group, memories.save_rows(*message), heads)
             elif isinstance(message, (Load, LoadRows)):
                 self._open(message.sequence)
                 if isinstance(message, Load):

@@ -135,10 +135,11 @@ class FirstRank(RankWorker):
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         goes_on = goes_on and not any(tiered_rows(step, self.memories))
-        audits = self.setting.watch.audits
-        self._looks.tell(self.setting.watch, self._forgotten)
-        if audits:
-            self._link.tell(Audits({number: (one.drawn, one.whole) for number, one in audits.items()}))
+        watch, audits = self.setting.watch, self.setting.watch.audits
+        self._looks.tell(watch, self._forgotten)
+        if audits or watch.audited or watch.replays or watch.replays_next:
+            drawn = {number: (one.drawn, one.whole) for number, one in audits.items()}
+            self._link.tell(Audits(drawn, watch.audited, watch.replays, watch.replays_next))
         self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
         try:
             with self._link.in_step():
@@ -152,7 +153,7 @@ class FirstRank(RankWorker):
                 good = [not (bad or other) for bad, other in zip(own, failed)]
                 heads = self.setting.part
                 told = share_counts(group, step, result, good)[:: heads.copies]
-                join_counts(heads.parts, step, result, good, told)
+                join_counts(heads, step, result, good, told)
                 self._count_late(step, result, told)
                 if audits:
                     self._take_audits(audits)
@@ -187,13 +188,13 @@ class FirstRank(RankWorker):
         for number, found in result.requests.items():
             for name, own in found.late.items():
                 if isinstance(own, LateOfAll):
-                    folded = self._folded.setdefault((number, name), LateOfAll())
+                    folded = self._folded.setdefault((number, name), LateOfAll(self.setting.part))
                     folded.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
                     found.late[name] = folded
                     continue
                 late = self._late.get((number, name))
                 if late is None:
-                    late = LateOfRanks(partial(self._counted, number, name, dense[number]))
+                    late = LateOfRanks(partial(self._counted, number, name, dense[number]), self.setting.part)
                     self._late[number, name] = late
                     weakref.finalize(late, self._forgotten.append, (number, name))
                 late.note(own)

@@ -152,7 +152,7 @@ def chunk_of(
         "gone": gone,
         "past": memory.watched[layer],
         "states": rows.states_seen(layer) if rows.drafted else memory.states,
-        "part": setting.part,
+        "part": setting.part.at(layer),
         "offline": setting.calibrations.layer(rows.calibrations, layer) if rows.calibrations else None,
     }
     if not rows.decodes:

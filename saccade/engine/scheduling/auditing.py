@@ -76,8 +76,7 @@ class Auditing:
                 continue
             now_and_then.add(request.id)
             if drawn := audit.draw(rows.start, spec.layers, spec.kv_heads * part.parts):
-                first = part.global_head(0, spec.kv_heads)
-                found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in, first)
+                found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in, part)
         return found, frozenset(now_and_then)
 
     def bounds(self, batch: Batch) -> dict[int, Bounds]:

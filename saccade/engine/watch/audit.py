@@ -26,6 +26,8 @@ from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.ops.truth import Truth, group_truth
 from saccade.randomness import uniform
+from saccade.selection.head_part import WHOLE as ALL_HEADS
+from saccade.selection.head_part import HeadPart
 
 HEADS, STEPS = 0x41554449, 0x5245504C  # seeds of draws that no token shares
 TOGETHER = 16  # places of several steps that are drawn at once, about: few draws a step are what they cost
@@ -220,13 +222,19 @@ class HeadsAudit(Audit):
 @dataclass(frozen=True)
 class RowAudit:
     """What of one decode row is audited: KV heads by layer. ``whole``: whether the lse of its attention is over the
-    keys that it reads and nothing else. ``first``: the layer's KV heads before those at hand, where processes share
-    them out; heads of others are theirs to audit."""
+    keys that it reads and nothing else. ``part``: of the layers' KV heads, where processes share them
+    out; heads of others are theirs to audit."""
 
     audit: Audit
     drawn: Mapping[int, list[int]]
     whole: bool
-    first: int = 0
+    part: HeadPart = ALL_HEADS
+
+    def own(self, layer: int, kv_heads: int) -> list[Place]:
+        """What is drawn of the ``kv_heads`` KV heads of ``layer`` that are at hand: their numbers in the model, and
+        here."""
+        here = {number: kv_head for kv_head, number in enumerate(self.part.at(layer).units(kv_heads))}
+        return [(number, here[number]) for number in self.drawn.get(layer, ()) if number in here]
 
     def take(
         self,
@@ -241,10 +249,8 @@ class RowAudit:
         """Audit a row at ``layer``: ``q``, ``out`` [heads, head_dim], ``lse`` [heads] of the keys that it read. ``kv``
         ends with its own key. Returns why something could not be audited, or None: an audit fails no request."""
         asked: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
-        for number in self.drawn.get(layer, ()):
-            kv_head, group = number - self.first, q.shape[0] // kv.kv_heads
-            if not 0 <= kv_head < kv.kv_heads:
-                continue
+        group = q.shape[0] // kv.kv_heads
+        for number, kv_head in self.own(layer, kv.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             try:
                 truth = group_truth(q, kv, kv_head, **asked, threads=threads)

@@ -27,6 +27,7 @@ from saccade.ops.prehoc import Fit, divergence, drift, dropped_at_most, fit_chan
 from saccade.ops.reference import logits
 from saccade.randomness import uniform
 from saccade.selection import Selection
+from saccade.selection.head_part import WHOLE, HeadPart
 
 STEPS = 0x424F554E  # seed of draws that no token shares
 SLACK = 1e-5  # of bounds, for rounding in float32
@@ -54,9 +55,9 @@ class Certificate:
         self.steps[layer] = self.steps.get(layer, 0) + 1
 
     @classmethod
-    def of_heads(cls, parts: Sequence[Certificate]) -> Certificate:
-        """One of the heads of several, in their order."""
-        sums = {layer: torch.cat([one.sums[layer] for one in parts], 1) for layer in parts[0].sums}
+    def of_heads(cls, parts: Sequence[Certificate], heads: HeadPart) -> Certificate:
+        """One of the model's heads, of which ``heads`` says what each of ``parts`` has."""
+        sums = {layer: heads.at(layer).join([one.sums[layer] for one in parts], 1) for layer in parts[0].sums}
         return cls(sums, parts[0].steps, all(one.errs for one in parts))
 
     def as_dict(self, layers: int) -> dict[str, Any] | None:
@@ -84,7 +85,7 @@ class Certificate:
 class Bounds:
     """The certificates of one request. ``rate``: share of its decode steps that they are computed in, drawn by
     ``seed``, ``sample`` and place. ``freeze``: what froze tokens of a context of ``length``. ``joined``: asks the
-    processes that share out the heads what each found, for what this one did."""
+    processes that share out the heads what each found, for what this one did; ``part`` says which heads they have."""
 
     rate: float
     seed: int
@@ -96,6 +97,7 @@ class Bounds:
     left_out: int = 0  # (step, layer) whose truth could not be computed
     found: dict[str, Certificate] = field(default_factory=lambda: {name: Certificate() for name in NAMES})
     joined: Callable[[Mapping[str, Certificate]], Sequence[Mapping[str, Certificate]]] | None = None
+    part: HeadPart = WHOLE
     _decay: dict[int, Tensor] = field(default_factory=dict)  # by layer, float64 [heads]: lambda as steps so far allow
     _changes: dict[int, float] = field(default_factory=dict)  # by layer: the greatest of a key from the layer before
     _ends: dict[int, int] | None = None  # by layer: behind the last token that it froze
@@ -124,7 +126,7 @@ class Bounds:
         found = self.found
         if self.joined is not None:
             every = self.joined(found)
-            found = {name: Certificate.of_heads([one[name] for one in every]) for name in NAMES}
+            found = {name: Certificate.of_heads([one[name] for one in every], self.part) for name in NAMES}
         certificates = {name: one.as_dict(self.layers) for name, one in found.items()}
         return {"rate": self.rate, "steps": self.steps, "left_out": self.left_out, "certificates": certificates}
 

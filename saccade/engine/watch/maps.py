@@ -15,6 +15,7 @@ from saccade.engine.messages import MapOrder
 from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.truth import selected_rows, true_rows
 from saccade.errors import RequestError, SaccadeError, shown, whole_number
+from saccade.selection.head_part import WHOLE, HeadPart
 
 FLOOR = 1e-4  # weights below it are not drawn
 MOST_PIXELS, MOST_STEPS = 256, 65  # of a map that a request orders
@@ -49,14 +50,11 @@ class HeadMap:
             self._mass[1, true.heads] += true.rows.numel()
 
     @classmethod
-    def of_heads(cls, parts: Sequence[HeadMap]) -> HeadMap:
-        """One map of the heads of several, in their order."""
+    def of_heads(cls, parts: Sequence[HeadMap], heads: HeadPart) -> HeadMap:
+        """One map of the heads of a layer, of which ``heads`` says what each of ``parts`` has."""
         whole = cls(0, 0, 0, parts[0].cell)
-        whole.read = torch.cat([one.read for one in parts])
-        whole.unread = torch.cat([one.unread for one in parts])
-        whole._pairs, whole._mass = (
-            torch.cat([getattr(one, name) for one in parts], 1) for name in ("_pairs", "_mass")
-        )
+        for name, dim in (("read", 0), ("unread", 0), ("_pairs", 1), ("_mass", 1)):
+            setattr(whole, name, heads.join([getattr(one, name) for one in parts], dim))
         return whole
 
     @property
@@ -94,10 +92,11 @@ class Maps:
 
     ``prompt`` tokens are read in prefill, at most ``steps`` in decode. Long prompts are max-pooled over keys, and over
     ``ROWS_PER_CELL`` evenly spaced query rows of each cell. ``joined``: asks the processes that share out the heads
-    what each saw, for what this one did.
+    what each saw, for what this one did; ``part`` says which heads they have.
     """
 
     joined: Callable[[Inspection], Sequence[Inspection]] | None = None
+    part: HeadPart = WHOLE
 
     def __init__(self, prompt: int, steps: int, layers: Sequence[int], pixels: int = 160) -> None:
         if not 16 <= pixels <= 2048:
@@ -144,7 +143,7 @@ class Maps:
         parts, maps = [], self.seen.maps
         if self.joined is not None:
             every = self.joined(self.seen)
-            maps = {key: HeadMap.of_heads([one.maps[key] for one in every]) for key in maps}
+            maps = {key: HeadMap.of_heads([one.maps[key] for one in every], self.part.at(key[1])) for key in maps}
         for (phase, layer), found in sorted(maps.items()):
             rows = found.read.shape[1] if phase == "prefill" else self.seen.total - self.prompt
             share = torch.where(found.share.isnan(), 255.0, found.share * 254)

@@ -32,7 +32,8 @@ OFF_MEAN, OFF_STEP, RARE, OFF_ANY = 0.02, 0.05, 0.001, 0.3
 def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: bool = True) -> tuple[Tensor, dict]:
     """Prefill a passage's context and force its other tokens as decode steps, under ``policy``. Returns logits fp32
     [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, the share of searches,
-    and with ``weights`` the weight kept), ``coverage_estimated`` and ``notes``. RequestError where the run fails."""
+    and with ``weights`` the weight kept), ``coverage_estimated``, ``notes``, and ``heads``: of each phase the share
+    of their keys that query heads read, by layer. RequestError where the run fails."""
     ids, context = list(passage.ids[:-1]), passage.context
     logits = torch.empty(passage.steps, llm.model.spec.vocab_size)
     seen = torch.zeros(passage.steps, dtype=torch.bool)
@@ -113,6 +114,7 @@ def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) ->
             }
             found["contradiction"] = None if measured is None else contradiction(said, measured)
     found["notes"] = report["notes"]
+    found["heads"] = {phase: report[phase]["density_per_head"] for phase in ("prefill", "decode")}
     return found
 
 

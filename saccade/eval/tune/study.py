@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
 from saccade.methods.policy import Policy
+from saccade.models.head_order import HeadDensities, gains
 from saccade.models.tuned import Tuned, keep_tuned, place_of
+from saccade.models.tuned_heads import keep_heads
 from saccade.passage import Passage
 
 BOUND = 0.02  # nats
@@ -39,7 +41,7 @@ Say = Callable[[str], None]
 class Tried:
     """One policy over the text. ``kl`` in nats and its upper end (95 %), ``agree`` from 0 to 1, ``density`` and
     ``seconds`` of the phase that it acts in, dense's seconds beside; ``why``: what speaks against it, None where
-    nothing does."""
+    nothing does. ``heads``: by phase, layer and query head the share of its keys that it read."""
 
     policy: str
     phase: str
@@ -50,21 +52,29 @@ class Tried:
     seconds: float
     dense_seconds: float
     why: str | None
+    heads: Mapping[str, list[list[float]]] = field(default_factory=dict)
 
     @property
     def speed(self) -> float:
         return self.dense_seconds / self.seconds if self.seconds else 0.0
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is kept of it: all but what single heads did."""
+        return {name: value for name, value in vars(self).items() if name != "heads"}
+
 
 @dataclass(frozen=True)
 class Found:
-    """``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written."""
+    """``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written; ``heads``: the
+    file of what each KV head reads, None where that is not known."""
 
     tried: list[Tried]
     rounding: float | None
     tuned: Tuned | None
     said: str
     file: Path | None
+    heads: Path | None = None
 
 
 class Limits:
@@ -125,14 +135,31 @@ def tune(
             agreed,
             times,
             datetime.date.today().isoformat(),
-            [vars(one) for one in tried],
+            [one.row for one in tried],
         )
         file = keep_tuned(llm.model, place_of(llm.model, config.threads, config.kv_dtype), tuned)
-        return Found(tried, agreed, tuned, said_of(tuned), file)
+        densities = _densities(llm, tuned, chosen, tried)
+        heads = keep_heads(llm.model.path, config.layers, densities) if densities.phases else None
+        return Found(tried, agreed, tuned, said_of(tuned, densities), file, heads)
 
 
-def said_of(tuned: Tuned) -> str:
-    """What ``auto`` makes of it."""
+def _densities(llm: LLM, tuned: Tuned, chosen: Tried, tried: Sequence[Tried]) -> HeadDensities:
+    """What each KV head read under the policy that is kept: the mean of its query heads."""
+    spec, kept = llm.model.spec, Policy.parse(tuned.policy)
+    group, found = spec.heads // spec.kv_heads, dict[str, tuple[tuple[float, ...], ...]]()
+    for phase in ("prefill", "decode"):
+        method = getattr(kept, phase)
+        ran = chosen
+        if phase == "prefill":  # whose rows all trials take from the first
+            ran = next(one for one in tried if Policy.parse(one.policy).prefill == method)
+        rows = ran.heads.get(phase, [])
+        if len(rows) == spec.layers and not method.is_dense:
+            found[phase] = tuple(tuple(_mean(row[at : at + group]) for at in range(0, len(row), group)) for row in rows)
+    return HeadDensities(tuned.policy, tuned.text, tuned.made, **found)
+
+
+def said_of(tuned: Tuned, densities: HeadDensities | None = None) -> str:
+    """What ``auto`` makes of it, and processes that share the model out."""
     policy = Policy.parse(tuned.policy)
     parts = []
     for phase in ("prefill", "decode"):
@@ -141,7 +168,14 @@ def said_of(tuned: Tuned) -> str:
             first = pays_from(tuned.times, phase)
             pays = "never pays on this machine" if first is None else f"pays from {first:,} tokens on"
             parts.append(f"{phase} by '{method.text}' {pays}")
-    return f"auto is '{tuned.policy}': {'; '.join(parts)}."
+    said = f"auto is '{tuned.policy}': {'; '.join(parts)}."
+    for ranks, (plain, best) in ({} if densities is None else gains(densities)).items():
+        if best < plain:
+            said += (
+                f"\nOf {ranks} processes that share the model out the busiest reads {plain:.2f} of their mean in a "
+                f"layer, from now on {best:.2f}: KV heads go to them by what each reads."
+            )
+    return said
 
 
 @dataclass(frozen=True)
@@ -161,7 +195,8 @@ class _Trial:
         kl, agree = _mean(found["kl"]), _mean(found["agree"])
         seconds, beside = (one[phase]["seconds"] for one in (ran, self.base))
         why = self.limits.why_not(kl, high, agree)
-        return Tried(text, phase, kl, high, agree, ran[phase]["density"] or 1.0, seconds, beside, why)
+        density = ran[phase]["density"] or 1.0
+        return Tried(text, phase, kl, high, agree, density, seconds, beside, why, ran["heads"])
 
 
 def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
