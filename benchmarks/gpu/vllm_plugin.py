@@ -6,7 +6,7 @@
 
 Needs vLLM 0.25.1 (docs/from-vllm.md). First tokens: a random Llama (vLLM's ``load_format="dummy"``; its attention is
 nearly uniform, so a budget sets what is read, and nothing is said about answers), one prompt at a time, prefix caching
-off, at two runs or more after one that compiles. Answers: single-turn tasks of the offline suite, or RULER's with
+off, the best of two runs after one that compiles. Answers: single-turn tasks of the offline suite, or RULER's with
 ``--model FOLDER`` of another model, by vLLM's own attention and by the plugin, greedily, on the same prompts.
 
 Each engine is a process, started while the one before it measures and idle until that is done; what fails or runs
@@ -17,25 +17,27 @@ $OUT/vllm_plugin.jsonl as it comes; logs lie beside it. Ratios to vLLM's own att
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_plugin_engines import FIRST, RULER, SPARSE, main_of_a_child
+from vllm_plugin_engines import DRAWN, FIRST, RULER, SPARSE, drawn_policy, main_of_a_child
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = Path(os.environ.get("OUT") or ROOT / "build" / "vllm_plugin")
-RULER_POLICY = "flexprefill(gamma=0.6, min_budget=512)"
-DRAWN = 16  # a policy's budget is the prompt's length over this, some 12 % of its pairs
+RULER_POLICY = "flexprefill(gamma=0.75, min_budget=512)"  # of the reference model some 11 % at 16K
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Job:
     runs: int
     context: int
     samples: int
-    seconds: float  # that it may take once it is its turn
+    least: int  # tokens of a budget that the prompt's length sets
 
     def facts(self) -> dict[str, Any]:
         how = {"eager": True} if self.eager else {}
@@ -65,14 +67,14 @@ def jobs(given: argparse.Namespace) -> list[Job]:
     """What matters most comes first, since time may run out."""
     common = {
         "shape": given.shape, "device": given.device, "model": given.model, "eager": given.eager, "runs": given.runs,
-        "context": given.context, "samples": given.samples, "seconds": given.each,
+        "context": given.context, "samples": given.samples, "least": given.least,
     }  # fmt: skip
 
     def job(part: str, engine: str, policy: str, batched: int, lengths: list[int]) -> Job:
         return Job(part=part, engine=engine, policy=policy, batched=batched, lengths=lengths, **common)
 
     def drawn(length: int) -> str:
-        return given.policy or SPARSE.format(max(given.least, length // DRAWN))
+        return given.policy or drawn_policy(length, given.least)
 
     long, *shorter = sorted(given.lengths, reverse=True)
     first, *others = given.batched
@@ -99,7 +101,7 @@ class Child:
             [sys.executable, __file__, "--child", json.dumps({**asdict(job), "place": str(place)})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={
-                **os.environ, "SACCADE_POLICY": policy, "SACCADE_MIN_TOKENS": str(least), "PYTHONUNBUFFERED": "1",
+                **os.environ, "SACCADE_POLICY": policy, "SACCADE_MIN_TOKENS": str(least), "PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": str(place / "cache"),
                 "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -116,29 +118,30 @@ class Child:
             self._lines.put(line)
         self._lines.put(None)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Have it measure. The last row says why it ended, where that was not by itself."""
+    def rows(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Have it measure, for ``seconds`` at most. The last row says why it ended, where that was not by itself."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has failed already: its log says why
-        until = time.monotonic() + self.job.seconds
+        until = time.monotonic() + seconds
         while True:
             try:
                 line = self._lines.get(timeout=max(0.1, until - time.monotonic()))
             except queue.Empty:
-                yield {"failed": f"not done after {self.job.seconds:.0f} s: {self._last()}"}
+                yield {"failed": f"not done after {seconds:.0f} s: {self._last()}"}
                 break
             if line is None:
+                self._process.wait()
                 break
             if line.startswith("ROW "):
                 yield json.loads(line.removeprefix("ROW "))
             else:
                 self._errors.write(line)
         self.stop()
-        if self._process.returncode not in (0, -9):
+        if self._process.returncode not in (0, -signal.SIGKILL):
             yield {"failed": self._last()}
 
     def _last(self) -> str:
@@ -149,11 +152,8 @@ class Child:
 
     def stop(self) -> None:
         if self._process.poll() is None:
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, 9)  # a session of its own, workers and compilers with it
-                self._process.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own, workers and compilers with it
+            self._process.wait()
 
 
 def plugin_found(place: Path) -> None:
@@ -195,9 +195,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], help="tokens of a prompt")
     parser.add_argument("--batched", nargs="+", type=int, default=[16384, 8192], help="max_num_batched_tokens")
-    parser.add_argument("--policy", default="", help=f"of first tokens; else {SPARSE} with a {DRAWN}th of the prompt")
+    parser.add_argument(
+        "--policy",
+        default="",
+        help=f"of first tokens; else {SPARSE} with a {DRAWN}th of the prompt, some 12 %% of its pairs",
+    )
     parser.add_argument("--least", type=int, default=1024, help="tokens of that budget, at least")
-    parser.add_argument("--runs", type=int, default=3, help="of a prompt; the first compiles")
+    parser.add_argument("--runs", type=int, default=3, help="of a prompt; the first compiles, the best counts")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--model", default="reference", help="of the answers: reference, or a folder")
     parser.add_argument("--context", type=int, default=16384, help="tokens of a sample and its answer")
@@ -220,21 +224,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         plugin_found(place)
-        waiting = list(enumerate(jobs(given)))
-        ready: list[Child] = []
+        waiting, ready, eager = deque(jobs(given)), deque[Child](), given.eager
+        numbers = itertools.count()
         while ready or waiting:
-            for number, job in waiting[: 2 - len(ready)]:
-                ready.append(Child(job, number, place, given.min_tokens))
-            waiting = waiting[2 - len(ready) :] if not ready else [one for one in waiting if one[1] not in
-                                                                   [child.job for child in ready]]  # fmt: skip
-            child = ready.pop(0)
+            while waiting and len(ready) < 2:  # one measures, the next imports
+                ready.append(Child(replace(waiting.popleft(), eager=eager), next(numbers), place, given.min_tokens))
+            child = ready.popleft()
             left = given.seconds - (time.monotonic() - began)
             if left < 10:
                 add({**child.job.facts(), "failed": "no time was left"})
                 child.stop()
                 continue
-            for row in child.rows():
+            failed = False
+            for row in child.rows(min(left, given.each)):
                 add({**child.job.facts(), **row})
+                failed = "failed" in row
+            if failed and child.job.engine == "vllm" and given.device == "cuda" and not child.job.eager:
+                waiting.appendleft(child.job)  # once more, and from now on, without torch.compile
+                eager = True
     for row in ratios(rows):
         add(row)
 

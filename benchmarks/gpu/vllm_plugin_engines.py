@@ -16,7 +16,7 @@ OF_RULER = (
     *("niah_single_1", "niah_single_2_prose", "niah_single_3_prose", "niah_multikey_1_prose"),
     *("niah_multivalue_prose", "niah_multiquery_prose", "vt", "qa_syn_1"),
 )
-DRAWS = 16  # budgets of drawn policies: the prompt's length over this
+DRAWN = 16  # the budget of a first token's policy is the prompt's length over this, some 12 % of its pairs
 # (token ids, new tokens at most, ids that end an answer) by prompt -> (tokens of every answer)
 Ask = Callable[[Sequence[list[int]], int, list[int]], list[list[int]]]
 
@@ -36,6 +36,10 @@ def main_of_a_child(job: dict[str, Any]) -> None:
         import vllm.entrypoints.llm  # noqa: F401 - seconds of a process that waits anyway
     sys.stdin.readline()
     (vllm_engine if job["engine"] == "vllm" else our_engine)(job, prompts)
+
+
+def drawn_policy(length: int, least: int) -> str:
+    return SPARSE.format(max(least, length // DRAWN))
 
 
 def prompt(length: int, vocab: int, seed: int) -> list[int]:
@@ -75,7 +79,8 @@ def vllm_engine(job: dict[str, Any], prompts: list[Any]) -> None:
     told(start_seconds=round(time.perf_counter() - began, 1), **_facts(llm))
     if first:
         for length in job["lengths"]:
-            seconds = [_timed(lambda n=turn: _vllm_ask(llm, [prompt(length, vocab(job), n)], 1)) for turn in range(job["runs"])]
+            prompts = [prompt(length, vocab(job), turn) for turn in range(job["runs"])]
+            seconds = [_timed(lambda ids=ids: _vllm_ask(llm, [ids], 1)) for ids in prompts]
             _first_row(length, seconds, _density(job))
     else:
         answers(job, prompts, lambda ids, most, ends: _vllm_ask(llm, ids, most, ends), lambda: _density(job))
@@ -156,10 +161,11 @@ def our_engine(job: dict[str, Any], prompts: list[Any]) -> None:
                     lambda: sum(read) / len(read), policy=text)  # fmt: skip
             continue
         for length in job["lengths"]:
-            policy, seconds = text.format(max(1024, length // DRAWS)), []
+            policy = drawn_policy(length, job["least"]) if text == SPARSE else text
+            seconds = []
             for turn in range(job["runs"]):
                 ids = prompt(length, vocab(job), turn)
-                seconds.append(_timed(lambda: ask(policy, [ids], 1)))
+                seconds.append(_timed(lambda policy=policy, ids=ids: ask(policy, [ids], 1)))
             _first_row(length, seconds, read[-1], policy=policy)
     llm.close()
 
