@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/vllm_plugin.py                                   # everything, on a GPU, in some six minutes
     python benchmarks/gpu/vllm_plugin.py --parts first --lengths 131072    # first tokens of 128K alone
-    python benchmarks/gpu/vllm_plugin.py --shape tiny --device cpu --lengths 600 --batched 256 --samples 1 --context 1024
+    python benchmarks/gpu/vllm_plugin.py --shape tiny --device cpu --lengths 2400 --samples 1 --context 512  # any machine
 
 Needs vLLM 0.25.1 (docs/from-vllm.md). First tokens: a random Llama (vLLM's ``load_format="dummy"``; its attention is
 nearly uniform, so a budget sets what is read, and nothing is said about answers), one prompt at a time, prefix caching
@@ -101,7 +101,8 @@ class Child:
             [sys.executable, __file__, "--child", json.dumps({**asdict(job), "place": str(place)})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={
-                **os.environ, "SACCADE_POLICY": policy, "SACCADE_MIN_TOKENS": str(least), "PYTHONUNBUFFERED": "1", "VLLM_HOST_IP": "127.0.0.1",
+                **os.environ, "SACCADE_POLICY": policy, "SACCADE_MIN_TOKENS": str(least), "PYTHONUNBUFFERED": "1",
+                "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": str(place / "cache"),
                 "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -105,8 +105,9 @@ def _facts(llm: Any) -> dict[str, Any]:
     backends = sorted({one.impl.__class__.__module__ for one in
                        config.compilation_config.static_forward_context.values() if hasattr(one, "impl")})  # fmt: skip
     return {
-        "vllm": vllm.__version__, "device": device, "attention": backends, "block_size": config.cache_config.block_size,
-        "compiled": str(config.compilation_config.mode), "tokens_a_step": config.scheduler_config.max_num_batched_tokens,
+        "vllm": vllm.__version__, "device": device, "attention": backends,
+        "block_size": config.cache_config.block_size, "compiled": str(config.compilation_config.mode),
+        "tokens_a_step": config.scheduler_config.max_num_batched_tokens, "second_runner": config.use_v2_model_runner,
     }  # fmt: skip
 
 
@@ -128,6 +129,7 @@ def _density(job: dict[str, Any]) -> float:
 
 def our_engine(job: dict[str, Any], prompts: list[Any]) -> None:
     import tensor_parallel
+
     from saccade import LLM, SamplingParams
 
     cuda, began = job["device"] == "cuda", time.perf_counter()
