@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/vllm_plugin.py                                   # everything, on a GPU, in some six minutes
     python benchmarks/gpu/vllm_plugin.py --parts first --lengths 131072    # first tokens of 128K alone
-    python benchmarks/gpu/vllm_plugin.py --shape tiny --device cpu --lengths 2400 --samples 1 --context 512  # any machine
+    python benchmarks/gpu/vllm_plugin.py --shape tiny --device cpu --lengths 2400 --samples 1 --context 512
 
-Needs vLLM 0.25.1 (docs/from-vllm.md). First tokens: a random Llama (vLLM's ``load_format="dummy"``; its attention is
-nearly uniform, so a budget sets what is read, and nothing is said about answers), one prompt at a time, prefix caching
-off, the best of two runs after one that compiles. Answers: single-turn tasks of the offline suite, or RULER's with
+The last one runs on any machine. Needs vLLM 0.25.1 (docs/from-vllm.md). First tokens: a random Llama (vLLM's
+``load_format="dummy"``; its attention is nearly uniform, so a budget sets what is read, and nothing is said about
+answers), one prompt at a time, prefix caching off, the best of two runs after one that compiles. Answers: single-turn tasks of the offline suite, or RULER's with
 ``--model FOLDER`` of another model, by vLLM's own attention and by the plugin, greedily, on the same prompts.
 
 Each engine is a process, started while the one before it measures and idle until that is done; what fails or runs
