@@ -6,12 +6,13 @@
 
 The last one runs on any machine. Needs vLLM 0.25.1 (docs/from-vllm.md). First tokens: a random Llama (vLLM's
 ``load_format="dummy"``; its attention is nearly uniform, so a budget sets what is read, and nothing is said about
-answers), one prompt at a time, prefix caching off, the best of two runs after one that compiles. Answers: single-turn tasks of the offline suite, or RULER's with
-``--model FOLDER`` of another model, by vLLM's own attention and by the plugin, greedily, on the same prompts.
+answers), one prompt at a time, prefix caching off, the best of two runs after one that compiles. Answers: single-turn
+tasks of the offline suite, or RULER's with ``--model FOLDER`` of another model, by vLLM's own attention and by the
+plugin, greedily, on the same prompts.
 
 Each engine is a process, started while the one before it measures and idle until that is done; what fails or runs
 longer than it may becomes a row, and the next one goes on. A row is a line of JSON, printed and written to
-$OUT/vllm_plugin.jsonl as it comes; logs lie beside it. Ratios to vLLM's own attention come last.
+$OUT/vllm_plugin.jsonl as it comes; what the engines log is in vllm_plugin.log. Ratios to vLLM's own attention come last.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Child:
     """A job's process, which has imported its engine and waits."""
 
     def __init__(self, job: Job, number: int, place: Path, least: int) -> None:
-        self.job, self.log = job, OUT / f"{number}-{job.part}-{job.engine}.log"
+        self.job, self.log = job, place / f"{number}.log"
         policy = job.policy if job.engine == "vllm" else ""
         self._errors = self.log.open("w")
         self._process = subprocess.Popen(
@@ -142,6 +143,9 @@ class Child:
             else:
                 self._errors.write(line)
         self.stop()
+        self._errors.flush()
+        with (OUT / "vllm_plugin.log").open("a") as all_logs:
+            all_logs.write(f"== {self.job.facts()}\n" + self.log.read_text(errors="replace")[-200_000:])
         if self._process.returncode not in (0, -signal.SIGKILL):
             yield {"failed": self._last()}
 
