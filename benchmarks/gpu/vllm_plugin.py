@@ -12,7 +12,8 @@ plugin, greedily, on the same prompts.
 
 Each engine is a process, started while the one before it measures and idle until that is done; what fails or runs
 longer than it may becomes a row, and the next one goes on. A row is a line of JSON, printed and written to
-$OUT/vllm_plugin.jsonl as it comes; what the engines log is in vllm_plugin.log. Ratios to vLLM's own attention come last.
+$OUT/vllm_plugin.jsonl as it comes; what the engines log is in vllm_plugin.log. Ratios to
+vLLM's own attention come last.
 """
 
 from __future__ import annotations
