@@ -77,7 +77,7 @@ def step(order: list[int]):
 
 def built(backend, common):
     builder = backend.Builder.__new__(backend.Builder)
-    builder._settings, builder.device = backend.Settings.read(), torch.device("cpu")
+    builder._settings, builder.device, builder._drafted = backend.Settings.read(), torch.device("cpu"), 2
     return builder.build(0, common)
 
 
@@ -107,6 +107,33 @@ def test_every_row_is_read_once_by_what_it_is_for(backend, order):
         at, chosen = at + SIZES[one], chosen + sparse
     assert prefill.counts.calls == chosen
     assert KV_HEADS < HEADS
+
+
+@pytest.mark.parametrize("order", [[0, 2, 5, 4, 1, 3], [3, 1], [2, 0, 5, 4]])
+def test_a_runner_that_does_not_say_which_rows_are_of_prompts_has_them_told_by_their_number(backend, order):
+    """vLLM's second model runner, which runs dense models by default."""
+    from dataclasses import replace
+
+    common, pages, _, _ = step(order)
+    silent = replace(common, is_prefilling=None)
+    q = torch.randn(common.num_actual_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(3))
+    told, prefill = run(backend, built(backend, common), q, pages)
+    out, other = run(backend, built(backend, silent), q, pages)
+    assert torch.equal(out, told)
+    assert prefill.counts.calls == other.counts.calls == len({1, 3} & set(order))
+
+
+def test_drafts_of_a_decode_step_are_no_prompt(backend):
+    from dataclasses import replace
+
+    common, _, _, _ = step([1, 1])
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    common = replace(
+        common, is_prefilling=None, query_start_loc=starts, query_start_loc_cpu=starts, num_actual_tokens=7,
+        max_query_len=4,
+    )  # fmt: skip
+    (chosen,) = built(backend, common).saccade.chosen
+    assert (chosen.first, chosen.stop) == (3, 7)
 
 
 def test_rows_of_padding_are_left_alone(backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -55,16 +56,20 @@ class Builder(FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._settings = Settings.read()
+        self._drafted = vllm_config.num_speculative_tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
         common = common_attn_metadata
-        prefilling, lengths = common.is_prefilling, common.seq_lens_cpu_upper_bound  # exact for prompts
-        if self._settings is None or prefilling is None or lengths is None or common.causal is not True:
+        lengths = common.seq_lens_cpu_upper_bound  # exact for prompts
+        if self._settings is None or common.causal is not True:
+            return super().build(common_prefix_len, common, fast_build)
+        if lengths is None:
+            logger.warning_once("saccade: vLLM does not say how long sequences are; it reads them whole")
             return super().build(common_prefix_len, common, fast_build)
         starts, upto = common.query_start_loc_cpu.tolist(), lengths.tolist()
-        chosen, others = split(starts, upto, prefilling.tolist()[: len(upto)], self._settings.least)
+        chosen, others = split(starts, upto, self._prefilling(common, starts), self._settings.least)
         if not chosen:
             return super().build(common_prefix_len, common, fast_build)
         whole = super().build(0, common, True)
@@ -76,6 +81,13 @@ class Builder(FlashAttentionMetadataBuilder):
             rest = super().build(0, _only(common, others, starts, upto, self.device), True)
         whole.saccade = Step(rows, rest, where)  # type: ignore[attr-defined]
         return whole
+
+    def _prefilling(self, common: CommonAttentionMetadata, starts: list[int]) -> list[bool]:
+        """Which sequences' rows are of prompts. vLLM's second model runner, which runs dense models by default, does
+        not say: there they are those of more rows than a decode step has, with its drafts."""
+        if common.is_prefilling is not None:
+            return common.is_prefilling.tolist()[: common.num_reqs]
+        return [stop - start > 1 + self._drafted for start, stop in pairwise(starts)]
 
 
 def _only(
@@ -97,7 +109,7 @@ def _only(
         max_query_len=int(sizes.max()),
         max_seq_len=max(lengths[one] for one in numbers),
         block_table_tensor=common.block_table_tensor[there],
-        is_prefilling=common.is_prefilling[index],  # type: ignore[index]
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[index],
         _seq_lens_cpu=None,
         _num_computed_tokens_cpu=None,
         _num_computed_tokens_cache=None,
