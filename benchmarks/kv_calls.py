@@ -1,11 +1,11 @@
 """What storing keys and values in fewer bits does to forced calls of tools: the same requests under each format, each
-behind a document as long as ``--length`` says, answered along the grammar that ``saccade serve`` forces calls by. A call
-is right if its function and all of its arguments are those that were asked for.
+behind a document as long as ``--length`` says, answered along the grammar that ``saccade serve`` forces calls by. A
+call is right if its function and all of its arguments are those that were asked for.
 
     python benchmarks/kv_calls.py --model build/real/qwen2.5-coder --count 100 --length 512
 
-A model whose chat template knows no tools, or that has none, reads the functions in the text, with a call of
-each as an example, and answers with a list of JSON.
+A model whose chat template knows no tools, or that has none, reads the functions in the text, with a call of each
+as an example, and answers with a list of JSON.
 """
 
 from __future__ import annotations
