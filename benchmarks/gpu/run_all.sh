@@ -4,7 +4,7 @@
 # long does not stop the next. Parts that run only when named: kernels (the C++ kernels, built in place; tiers, states
 # saved and CPU peers need them), gather, tiers, ranks (two GPUs), codes (keys and values in 8 bits), answers (those
 # formats on pretrained models: MODELS, folders; TEXT, a book, for perplexity; N samples of each kind), hybrid (one
-# trained for MINUTES, and its answers), needle (128K tokens), latents (their CPU kernels beside the limit).
+# trained for TRAIN seconds, and its answers), needle (128K tokens), latents (their CPU kernels beside the limit).
 # LIMIT: seconds of all parts together.
 set -u
 LIMIT="${LIMIT:-100000}"
@@ -72,8 +72,8 @@ for name in $wanted; do
             done
             wait ;;
         hybrid) # trained here for MINUTES; its checkpoint goes to $OUT/hybrid
-            part train $((60 * ${MINUTES:-2} + 150)) "$python" -m train.reference --hybrid --size H --out "$runs/h" \
-                --batch 65536 --paced --minutes "${MINUTES:-2}" --longest 4096 \
+            part train $((${TRAIN:-120} + 150)) "$python" -m train.reference --hybrid --size H --out "$runs/h" \
+                --batch 65536 --paced --minutes "$(awk "BEGIN { print ${TRAIN:-120} / 60 }")" --longest 4096 \
                 --device "${DEVICE:-cuda}"
             cp -r "$runs/h/checkpoint" "$OUT/hybrid"
             part tasks-hybrid 200 "${tasks[@]}" --model "$runs/h/checkpoint" --length 2048 --samples "$((N / 5))" \
