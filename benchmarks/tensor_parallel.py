@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,28 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_weights import Use, read_weights
 from saccade.models.loader import LoadedModel
+from saccade.models.parts import Parts
 from saccade.models.reference.tokenizer import build_tokenizer
 from saccade.models.runner import HFRunner
+from saccade.models.shards import Share, whole_spec
 from saccade.models.tokenizer import load_tokenizer
 from saccade.ops.matrices import DenseMatrix, Matrix
+from saccade.selection.head_part import WHOLE
 
 OUT = Path(os.environ.get("OUT") or "build/tensor_parallel") / "tensor_parallel.jsonl"
 WINDOW = "streaming(sinks=64, window=512)"  # of the prompts of decode rows
 SPARSE = "flexprefill(lines=block, max_budget={})"  # with a 16th of the prompt some 12 % of its pairs
+CHUNK = 4096  # tokens at a prompt's end that are computed again although its prefix is there
 FEW, STEPS = 40, 64  # decode steps of short answers, and by how many more long ones take what is timed
 GOALS = {"dense first token": 1.85, "sparse first token": 1.7, "dense decode": 1.75, "arkvale decode": 1.4}
-WAYS = "", ":ranks", ":one", ":bare"  # of a shape: all of these: on several GPUs, on one, on several without sums
+# Of a shape: all of these; on several GPUs; on one; on several without sums; one rank of several.
+WAYS = "", ":ranks", ":one", ":bare", ":alone"
 PARTS = ["limits", "sums", *(f"{name}{way}" for name in ("8b", "70b", "tiny") for way in WAYS)]
+PLAIN = "bfloat16", "float32"  # weights that are no blocks
 NO_SUMS = "SACCADE_BENCH_NO_SUMS"  # of processes that leave sums out
+ALONE = "SACCADE_BENCH_ALONE"  # of a process that runs its part of the model without the others
+KERNELS_NAMED = "SACCADE_BENCH_KERNELS"  # of processes that say what their kernels take
+KERNELS = 14  # that are named, the longest
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Of the tokens that are there at once, and some room."""
-        tokens = max(self.first or 0, self.batch * (self.context + 2 * STEPS)) + 64 * self.batch
+        tokens = max(self.first or 0, self.batch * (self.context + CHUNK + 2 * STEPS)) + 64 * self.batch
         return self.layers * 2 * self.kv_heads * self.head_dim * (2 if self.weights != "float32" else 4) * tokens
 
 
@@ -90,13 +100,17 @@ SHAPES = {
 
 
 class RandomWeights:
-    """A source (models.llama_weights.WeightSource) of weights that its names draw."""
+    """A source (models.llama_weights.WeightSource) of weights that its names draw, or of a rank's ``parts`` of them."""
 
-    def __init__(self, shapes: dict[str, torch.Size], weights: str, device: torch.device) -> None:
-        self._shapes, self._weights, self._device = shapes, weights, device
+    def __init__(self, shapes: dict[str, torch.Size], weights: str, device: torch.device, parts: Parts | None) -> None:
+        self._shapes, self._weights, self._device, self._parts = shapes, weights, device, parts
         self._dtype = torch.float32 if weights == "float32" else torch.bfloat16
 
     def tensor(self, name: str, use: Use) -> Tensor:
+        whole = self._whole(name)
+        return whole if self._parts is None else self._parts.tensor(name, whole).clone()
+
+    def _whole(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
@@ -105,18 +119,28 @@ class RandomWeights:
         return made.normal_(0, 0.02, generator=drawn)
 
     def matrix(self, name: str, bias: bool = False, use: Use = "matrix") -> Matrix:
-        if use == "table" or self._weights in ("bfloat16", "float32"):
-            return DenseMatrix(self.tensor(f"{name}.weight", use), None)
+        if use == "table" or self._weights in PLAIN:
+            own: Matrix = DenseMatrix(self.tensor(f"{name}.weight", use), None)
+            return own if self._parts is None else self._parts.matrix(name, own)
         sys.path.insert(0, str(Path(__file__).parent / "gpu"))
         from tiles import drawn
 
         torch.manual_seed(zlib.crc32(name.encode()))
-        return drawn("Q6_K" if name == "lm_head" else self._weights, *self._shapes[f"{name}.weight"])
+        whole = drawn("Q6_K" if name == "lm_head" else self._weights, *self._shapes[f"{name}.weight"])
+        return whole if self._parts is None else self._parts.matrix(name, self._parts.split(name, whole))
 
 
-def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest: Any) -> LoadedModel:
+def random_model(
+    path: str | Path,
+    dtype: Any = None,
+    device: Any = "cpu",
+    quantize: None = None,
+    lora: None = None,
+    layers: None = None,
+    share: Share | None = None,
+) -> LoadedModel:
     """As ``load_model``, of a folder that says a shape's name alone."""
-    folder, device = Path(path), torch.device(device)
+    folder, device, ranks = Path(path), torch.device(device), 1 if share is None else share.ranks
     shape = SHAPES[(folder / "shape").read_text()]
     attention.register()
     config = LlamaConfig(
@@ -136,15 +160,18 @@ def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest
             config, dtype=kind, attn_implementation=attention.ATTENTION_NAME
         ).eval()
     sizes = {name: one.shape for name, one in model.state_dict().items()}
+    grouped = shape.weights not in PLAIN
+    parts = None if share is None else Parts(model, FAMILIES["llama"], share, lambda name, channels: grouped)
     with torch.inference_mode():
-        weights = read_weights(model, RandomWeights(sizes, shape.weights, device), join=device.type == "cuda")
+        source = RandomWeights(sizes, shape.weights, device, parts)
+        weights = read_weights(model, source, join=device.type == "cuda")
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
     spec = ModelSpec(
         family="llama",
         layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        heads=shape.heads // ranks,
+        kv_heads=shape.kv_heads // ranks,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
         max_position=1 << 18,
@@ -152,10 +179,11 @@ def random_model(path: str | Path, dtype: Any = None, device: Any = "cpu", *rest
         windows=(None,) * shape.layers,
     )
     runner = HFRunner(model, FAMILIES["llama"], spec, LlamaDecoder(weights))
-    found = FoundOnce(lambda: identity_of(config, spec, f"random {shape}", None))
+    found = FoundOnce(lambda: identity_of(config, whole_spec(spec, ranks), f"random {shape}", None))
     kept = GenerationConfig(do_sample=False)
+    part = WHOLE if parts is None else parts.head
     return LoadedModel(
-        folder, spec, runner, load_tokenizer(folder), model.config, kept, (), device, (), found
+        folder, spec, runner, load_tokenizer(folder), model.config, kept, (), device, (), found, part
     )  # fmt: skip
 
 
@@ -176,6 +204,8 @@ def patch() -> None:
     saccade.ranks.COMMAND = (__file__, "--rank")
     if os.environ.get(NO_SUMS):
         link.device_reduce = no_sums
+    if os.environ.get(ALONE):
+        saccade.llm.check_devices = lambda *more: None  # type: ignore[attr-defined]
 
 
 class Rows:
@@ -195,9 +225,9 @@ class Rows:
 def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
     """One engine: its rows."""
     patch()
-    shape, without = SHAPES[name], bool(os.environ.get(NO_SUMS))
-    facts = {"shape": name, "ranks": ranks, "sums": not without}
-    with tempfile.TemporaryDirectory() as place:
+    shape, without, one = SHAPES[name], bool(os.environ.get(NO_SUMS)), bool(os.environ.get(ALONE))
+    facts = {"shape": name, "ranks": ranks, "sums": not (without or one)}
+    with tempfile.TemporaryDirectory() as place, saccade.ranks.alone() if one else nullcontext():
         folder = Path(place)
         (folder / "shape").write_text(name)
         build_tokenizer().save_pretrained(folder)
@@ -212,6 +242,8 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
             **({"dtype": "float32", "exact": False} if device == "cpu" else {}),
         )
         gc.collect()
+        if ranks > 1 and llm.pool.format.kv_heads == shape.kv_heads:
+            raise RuntimeError("each rank has the whole model")
         joins = "nothing" if llm.engine.link is None else type(getattr(llm.engine.link.group, "_there", None)).__name__
         rows.add(
             what="start", **facts, seconds=time.perf_counter() - began, joins=joins, weights=llm.model.weight_bytes
@@ -223,7 +255,11 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
         ]
         for what, policy in plans:
             attempt(rows, facts | {"what": what}, lambda policy=policy: decode(llm, shape, vocab, policy, ranks))
-        if shape.first is not None:
+            if os.environ.get(KERNELS_NAMED):
+                attempt(
+                    rows, facts | {"what": f"{what}: kernels"}, lambda policy=policy: kernels(llm, shape, vocab, policy)
+                )
+        if shape.first is not None and not one:
             for what, policy in (
                 ("dense first token", "dense"),
                 ("sparse first token", SPARSE.format(max(1024, shape.first // 16))),
@@ -245,7 +281,7 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
     taken: dict[int, list[float]] = {12: [], FEW: [], FEW + STEPS: []}
     outputs: list[Any] = []
-    for steps in (12, FEW, FEW + STEPS, FEW, FEW + STEPS):  # the first compiles and records
+    for steps in (12, FEW, FEW + STEPS):  # the first compiles and records
         params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy=policy)
         for one in outputs:
@@ -253,13 +289,32 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
                 raise RuntimeError(one.error)
         firsts = [one.metrics.first_token_time for one in outputs if one.metrics is not None]
         lasts = [one.metrics.last_token_time for one in outputs if one.metrics is not None]
+        if max(firsts) >= min(lasts):
+            raise RuntimeError("rows did not run together: not all of them have room")
         taken[steps].append(max(lasts) - max(firsts))
     report = outputs[0].report["decode"]
     keys = report["density"] * shape.batch * shape.context
     read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
-    return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths}
+    known = min(one.num_cached_tokens for one in outputs)
+    return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths, "cached": known}
+
+
+def kernels(llm: LLM, shape: Shape, vocab: int, policy: str) -> dict[str, Any]:
+    """Microseconds a decode step on this process' GPU by kernel, and of all of them, of steps long recorded."""
+    prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
+    totals = []
+    for steps in (FEW, 2 * FEW):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True), policy=policy)
+        totals.append({one.key: (one.self_device_time_total, one.count) for one in profile.key_averages()})
+    taken = {}
+    for name, (us, count) in totals[1].items():
+        before, calls = totals[0].get(name, (0.0, 0))
+        taken[name] = round((us - before) / FEW, 1), round((count - calls) / FEW, 1)
+    longest = sorted(taken.items(), key=lambda one: -one[1][0])[:KERNELS]
+    return {"us": sum(us for us, _ in taken.values()), "longest": {name[:80]: one for name, one in longest}}
 
 
 def first(llm: LLM, length: int, vocab: int, policy: str) -> dict[str, Any]:
@@ -371,7 +426,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["limits", "sums", "8b", "70b"], choices=PARTS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=110.0, help="of one engine, at most")
+    parser.add_argument("--seconds", type=float, default=170.0, help="of one engine, at most")
+    parser.add_argument("--kernels", action="store_true", help="also say what kernels take of a step, on the first GPU")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--sums", type=int, help=argparse.SUPPRESS)
@@ -383,6 +439,8 @@ def main() -> None:
         sums(given.sums)
     if given.measure:
         return measure(given.measure[0], int(given.measure[1]), given.device, Rows(OUT))
+    if given.kernels:
+        os.environ[KERNELS_NAMED] = "1"
     for part in given.parts:
         name, _, which = part.partition(":")
         if part == "limits":
@@ -396,6 +454,8 @@ def main() -> None:
                 apart(name, 1, given.device, given.seconds)
             if which in ("", "bare"):
                 apart(name, given.ranks, given.device, given.seconds, **{NO_SUMS: "1"})
+            if which == "alone":
+                apart(name, given.ranks, given.device, given.seconds, **{ALONE: "1"})
     compare(given.ranks)
 
 

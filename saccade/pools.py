@@ -26,8 +26,6 @@ from saccade.profiling import MemoryProfile, profile
 
 LEAST_STATES = 2  # of a request that runs: its own, and one to go back to or to copy it to
 
-TURNING = ("cpu",)  # devices whose steps turn queries and keys; "cuda", too, when GPUs read rows of 8 bits
-
 
 def make_pool(
     config: EngineConfig, model: LoadedModel, max_model_len: int, states: int | None = None
@@ -143,8 +141,6 @@ def _turns(config: EngineConfig, rows: RowFormat, model: LoadedModel) -> bool:
                 "not turned; leave kv_rotate out"
             )
         return False
-    if config.kv_rotate and model.device.type not in TURNING:
-        raise SaccadeError("kv_rotate=True: queries and keys are turned on a CPU alone; leave it out, or device='cpu'")
     return rows.turned if config.kv_rotate is None else config.kv_rotate
 
 

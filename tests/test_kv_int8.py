@@ -367,13 +367,21 @@ def test_a_store_counts_the_tokens_of_another_format_as_computed_again(model, tm
 def test_what_it_refuses(model):
     with pytest.raises(SaccadeError, match="kv_dtype='int4' is unknown; known: auto, bf16, fp8, int8"):
         EngineConfig(kv_dtype="int4")
-    spec = SimpleNamespace(dtype=torch.float32, kv_heads=2, head_dim=64, layers=3, stored=3)
-    for name, device, backend, said in (
-        ("bf16", "cuda", "auto", "'bf16' is read by C\\+\\+ .* and a GPU's kernels would read it here; give .*'auto'"),
-        ("bf16", "cpu", "triton", "a GPU's kernels would read it here"),
-        ("int8", "cuda", "auto", "'int8' is read by C\\+\\+ .* and a GPU's kernels would read it here; give .*'auto'"),
+    shape = {"dtype": torch.float32, "kv_heads": 2, "head_dim": 64, "layers": 3, "stored": 3, "family": "minicpm3"}
+    others = "'auto' or 'fp8' or 'int8'"
+    for name, device, backend, latents, said in (
+        (
+            "bf16",
+            "cuda",
+            "auto",
+            None,
+            f"'bf16' is read by C\\+\\+ .* a GPU's kernels would read it here; give .*{others}",
+        ),
+        ("bf16", "cpu", "triton", None, "a GPU's kernels would read it here"),
+        ("int8", "cuda", "auto", 32, "'int8': minicpm3 stores latents, .* leave kv_dtype at 'auto'"),
+        ("fp8", "cpu", "triton", 32, "'fp8': minicpm3 stores latents, .* leave kv_dtype at 'auto'"),
     ):
-        there = SimpleNamespace(spec=spec, device=torch.device(device))
+        there = SimpleNamespace(spec=SimpleNamespace(**shape, value_dim=latents), device=torch.device(device))
         with pytest.raises(SaccadeError, match=said) as raised:
             make_pool(EngineConfig(kv_dtype=name, backend=backend), there, 100)
         assert "\n" not in str(raised.value)

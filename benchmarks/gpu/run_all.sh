@@ -22,7 +22,7 @@ part() { # name, seconds, command...
     [ "$seconds" -le $((LIMIT - SECONDS)) ] || seconds=$((LIMIT - SECONDS))
     [ "$seconds" -gt 5 ] || { echo "=== $name: no time left"; return; }
     echo "=== $name (at most $seconds s, $(date +%T))"
-    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$OUT/$name.log.part" | tail -n "${LINES_SHOWN:-60}"
+    timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$OUT/$name.log.part" | tail -n "${LINES_SHOWN:-60}"
     echo "=== $name ended with ${PIPESTATUS[0]}"
     { echo "##### $name"; cat "$OUT/$name.log.part"; } >>"$OUT/log.txt"
     rm -f "$OUT/$name.log.part"
@@ -59,10 +59,10 @@ for name in $wanted; do
             -DPython_EXECUTABLE=\$(command -v $python) -DSKBUILD_PROJECT_NAME=saccade -DSKBUILD_PROJECT_VERSION=0 \
             -Dnanobind_ROOT=\$($python -m nanobind --cmake_dir) && cmake --build build/gpu && cp build/gpu/*.so saccade/" ;;
         ranks)
-            part ranks_tests 170 "$python" -m pytest -p no:cacheprovider -q --tb=short -rf tests/gpu/test_gpu_ranks.py
-            part ranks 360 "$python" benchmarks/tensor_parallel.py ;;
+            part ranks_tests 170 "$python" -m pytest -p no:cacheprovider -v -n 8 --tb=short -rf tests/gpu/test_gpu_ranks.py
+            part ranks 360 "$python" benchmarks/tensor_parallel.py --kernels ;;
         codes)
-            part codes_tests 200 "$python" -m pytest -p no:cacheprovider -q --tb=line -rf tests/gpu/test_gpu_kv_codes.py
+            part codes_tests 150 "$python" -m pytest -p no:cacheprovider -n 10 -v --tb=short -rf tests/gpu/test_gpu_kv_codes.py
             part codes 150 "$python" "$here/kv_formats.py" ;;
         answers)
             : "${MODELS:?folders of pretrained models}"

@@ -42,7 +42,7 @@ UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
 KV_DTYPE = typer.Option(
-    "--kv-dtype", help="How keys and values are stored: auto (the model's dtype), bf16, int8 or fp8 (both on a CPU)."
+    "--kv-dtype", help="How keys and values are stored: auto (the model's dtype), bf16 (on a CPU), int8 or fp8."
 )
 KV_ROTATE = typer.Option(
     "--kv-rotate/--no-kv-rotate",

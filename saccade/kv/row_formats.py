@@ -85,7 +85,6 @@ class Int8Rows(RowFormat):
 
     name = "int8"
     number = 1
-    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_codes.py has passed on a GPU
     coded = True
     turned = True
     multiple = WORD
@@ -144,7 +143,6 @@ class Fp8Rows(RowFormat):
 
     name = "fp8"
     number = 3
-    read_by = "cpu", "reference"  # and "triton", once tests/gpu/test_gpu_kv_codes.py has passed on a GPU
     coded = True
     multiple = 8
 

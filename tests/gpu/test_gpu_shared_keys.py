@@ -49,7 +49,7 @@ def test_rows_that_come_and_go(engines):
 
 def test_drafts_and_audits(engines):
     ids = random_ids(300, seed=1)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, audit_steps=1.0)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, audit=1.0, audit_steps=1.0)
     policy = "lossless(draft=streaming(window=40), tokens=3)"
     left, right = (llm.generate(ids, params, policy=policy)[0] for llm in engines)
     assert right.error is None

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from saccade.engine.ranks.renumbered import RenumberedStore
+
 MOST_SUM = 1 << 20  # bytes of a part whose sum is one shot
 ROOM = 1 << 23  # bytes of symmetric memory: of a sum, and of all ranks' parts that are gathered in one shot
 ALIGNED = 16  # bytes that the one-shot kernel reads at once
@@ -130,6 +132,7 @@ class OneShotReduce:
         kinds: Any = torch._C._distributed_c10d
         store = distributed.PrefixStore("symmetric", store)
         store.set_timeout(RENDEZVOUS)
+        store = self._store = RenumberedStore(store)  # kept here: torch holds what it is in C++
         # Versions of torch differ in where they look a group up: among process groups by name, or in a list of its own.
         self._group = kinds.ProcessGroup(store, rank, ranks)
         self._group._set_group_name(name)

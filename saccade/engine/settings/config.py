@@ -50,8 +50,8 @@ class EngineConfig:
     ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU. ``kv_dtype``: how keys and values are stored (docs/tiers.md): ``auto``,
-    in the model's dtype; ``bf16``; ``int8``, on a CPU: in 8 bits and a scale for each token, KV head and 64 channels;
-    ``fp8``, on a CPU: in e4m3 and a scale for each token and KV head, for comparisons. ``kv_rotate``: whether queries
+    in the model's dtype; ``bf16``; ``int8``: in 8 bits and a scale for each token, KV head and 64 channels;
+    ``fp8``: in e4m3 and a scale for each token and KV head, for comparisons. ``kv_rotate``: whether queries
     and keys are turned by Hadamard products before keys are stored, so that fewer of their digits are lost
     (models/key_turns.py); by default where ``kv_dtype`` is ``int8``.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo``, ``random`` or ``cycle``.
