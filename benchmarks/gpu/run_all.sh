@@ -3,9 +3,16 @@
 # (default: benchmarks/gpu/results): one json a part as it runs, and report.md at the end. A part that fails or takes too
 # long does not stop the next. Parts that run only when named: kernels (the C++ kernels, built in place; tiers, states
 # saved and CPU peers need them), gather, tiers, ranks (two GPUs), codes (keys and values in 8 bits), answers (those
-# formats on pretrained models: MODELS, folders; TEXT, a book, for perplexity; N samples of each kind), hybrid (one
-# trained for TRAIN seconds, and its answers), needle (128K tokens), latents (their CPU kernels beside the limit).
-# LIMIT: seconds of all parts together.
+# formats on pretrained MODELS), hybrid (one trained here, and its answers), needle (128K tokens), latents (their CPU
+# kernels beside the limit). Variables:
+#   LIMIT      seconds of all parts together         LINES_SHOWN  lines of a part that are shown at its end (60)
+#   PYTHON     the interpreter (python3)             RUNS         where samples and answers go on from (runs)
+# and of answers, hybrid and needle:
+#   MODELS     folders or .gguf files, with blanks between; they run beside each other, dealt out to the GPUs
+#   TEXT       a book; without, no perplexity        N            samples of each kind of task (400)
+#   FORMATS    kv_dtypes (auto,int8,fp8)             KV_MEMORY    of each engine (8GiB)
+#   TOGETHER   samples in a step (32)                TRAIN        seconds that the hybrid trains (120)
+#   DEVICE     cuda, or cpu to try a run
 set -u
 LIMIT="${LIMIT:-100000}"
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -71,7 +78,7 @@ for name in $wanted; do
                 CUDA_VISIBLE_DEVICES=$((at++ % gpus)) answers "$model" "$(basename "$model")" &
             done
             wait ;;
-        hybrid) # trained here for MINUTES; its checkpoint goes to $OUT/hybrid
+        hybrid) # trained here for TRAIN seconds; its checkpoint goes to $OUT/hybrid
             part train $((${TRAIN:-120} + 150)) "$python" -m train.reference --hybrid --size H --out "$runs/h" \
                 --batch 65536 --paced --minutes "$(awk "BEGIN { print ${TRAIN:-120} / 60 }")" --longest 4096 \
                 --device "${DEVICE:-cuda}"
