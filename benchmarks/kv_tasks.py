@@ -14,13 +14,13 @@ from collections import defaultdict
 from pathlib import Path
 
 from saccade.engine.settings.config import EngineConfig
-from saccade.eval.results import SCORES
+from saccade.eval.results import PREDICTIONS, SCORES
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.samples import read_jsonl
 from saccade.eval.setting import computed, load
 from saccade.eval.stats import paired_difference
 
-Scores = dict[str, tuple[str, float, int]]  # task, score and questions of a sample by its id
+Scores = dict[str, tuple[str, float, list[str]]]  # task, score and answers of a sample by its id
 
 
 def main() -> None:
@@ -69,35 +69,42 @@ def main() -> None:
                 together=asked.together,
             )
         found[format] = scores(folder)
-    report(asked, found)
+        if len(found) > 1:
+            report(*list(found)[:: len(found) - 1], found)
+        else:
+            head(asked, format)
 
 
 def scores(folder: Path) -> Scores:
+    said = {row["id"]: [turn["prediction"] for turn in row["turns"]] for row in read_jsonl(folder / PREDICTIONS)}
     rows = read_jsonl(folder / SCORES)
-    return {row["id"]: (row["task"], row["score"], len(row["turns"])) for row in rows if row["score"] is not None}
+    return {row["id"]: (row["task"], row["score"], said[row["id"]]) for row in rows if row["score"] is not None}
 
 
-def report(asked: argparse.Namespace, found: dict[str, Scores]) -> None:
-    first, *others = found
+def head(asked: argparse.Namespace, first: str) -> None:
     print(f"{asked.model}, {asked.dtype}, {asked.device}, {asked.policy}, {asked.length} tokens; points of 100")
-    print(f"| task | questions | samples | {first} | kv_dtype | points | minus {first} [95 %] | better, worse |")
-    print("|---|---:|---:|---:|---|---:|---|---|")
-    for other in others:
-        ids = [one for one in found[first] if one in found[other]]
-        tasks = defaultdict(list)
-        for one in ids:
-            tasks[found[first][one][0]].append(one)
-        for task, group in [*tasks.items(), *([("all", ids)] if len(tasks) > 1 else [])]:
-            base, ours = ([100 * found[name][one][1] for one in group] for name in (first, other))
-            gap = paired_difference(ours, base)
-            better, worse = (sum(sign * (a - b) > 1e-9 for a, b in zip(ours, base)) for sign in (1, -1))
-            questions = sum(found[first][one][2] for one in group)
-            means = [sum(one) / len(one) for one in (base, ours)]
-            print(
-                f"| {task} | {questions} | {len(group)} | {means[0]:.1f} | {other} | {means[1]:.1f} | "
-                f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] | {better}, {worse} |",
-                flush=True,
-            )
+    print(f"| task | questions | samples | {first} | kv_dtype | points | minus {first} [95 %] | better, worse | same |")
+    print("|---|---:|---:|---:|---|---:|---|---|---:|", flush=True)
+
+
+def report(first: str, other: str, found: dict[str, Scores]) -> None:
+    """A row a task. ``same``: answers that are ``first``'s to the letter."""
+    ids = [one for one in found[first] if one in found[other]]
+    tasks = defaultdict(list)
+    for one in ids:
+        tasks[found[first][one][0]].append(one)
+    for task, group in [*tasks.items(), *([("all", ids)] if len(tasks) > 1 else [])]:
+        base, ours = ([100 * found[name][one][1] for one in group] for name in (first, other))
+        gap = paired_difference(ours, base)
+        better, worse = (sum(sign * (a - b) > 1e-9 for a, b in zip(ours, base)) for sign in (1, -1))
+        pairs = [pair for one in group for pair in zip(found[first][one][2], found[other][one][2])]
+        same = 100 * sum(a == b for a, b in pairs) / len(pairs)
+        means = [sum(one) / len(one) for one in (base, ours)]
+        print(
+            f"| {task} | {len(pairs)} | {len(group)} | {means[0]:.1f} | {other} | {means[1]:.1f} | "
+            f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] | {better}, {worse} | {same:.0f} % |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

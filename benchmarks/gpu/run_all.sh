@@ -3,8 +3,18 @@
 # (default: benchmarks/gpu/results): one json a part as it runs, and report.md at the end. A part that fails or takes too
 # long does not stop the next. Parts that run only when named: kernels (the C++ kernels, built in place; tiers, states
 # saved and CPU peers need them), gather, tiers, ranks (two GPUs), codes (keys and values in 8 bits), answers (those
-# formats on pretrained models: MODELS, folders; TEXT, a book), latents (their CPU kernels beside the limit).
+# formats on pretrained MODELS), hybrid (one trained here, and its answers), needle (128K tokens), latents (their CPU
+# kernels beside the limit). Variables:
+#   LIMIT      seconds of all parts together         LINES_SHOWN  lines of a part that are shown at its end (60)
+#   PYTHON     the interpreter (python3)             RUNS         where samples and answers go on from (runs)
+# and of answers, hybrid and needle:
+#   MODELS     folders or .gguf files, with blanks between; they run beside each other, dealt out to the GPUs
+#   TEXT       a book; without, no perplexity        N            samples of each kind of task (400)
+#   FORMATS    kv_dtypes (auto,int8,fp8)             KV_MEMORY    of each engine (8GiB)
+#   TOGETHER   samples in a step (32)                TRAIN        seconds that the hybrid trains (120)
+#   DEVICE     cuda, or cpu to try a run
 set -u
+LIMIT="${LIMIT:-100000}"
 here="$(cd "$(dirname "$0")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 export OUT="${OUT:-$here/results}" PYTHONUNBUFFERED=1 PYTHONPATH="$root:$here${PYTHONPATH:+:$PYTHONPATH}"
@@ -16,11 +26,32 @@ cd "$root" || exit 1
 part() { # name, seconds, command...
     local name="$1" seconds="$2"
     shift 2
+    [ "$seconds" -le $((LIMIT - SECONDS)) ] || seconds=$((LIMIT - SECONDS))
+    [ "$seconds" -gt 5 ] || { echo "=== $name: no time left"; return; }
     echo "=== $name (at most $seconds s, $(date +%T))"
     timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$OUT/$name.log.part" | tail -n "${LINES_SHOWN:-60}"
     echo "=== $name ended with ${PIPESTATUS[0]}"
     { echo "##### $name"; cat "$OUT/$name.log.part"; } >>"$OUT/log.txt"
     rm -f "$OUT/$name.log.part"
+}
+
+gpus="$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))' 2>/dev/null || echo 1)"
+N="${N:-400}" runs="${RUNS:-runs}"
+shared=(--device "${DEVICE:-cuda}" --kv-memory "${KV_MEMORY:-8GiB}" --together "${TOGETHER:-32}")
+shared+=(--formats "${FORMATS:-auto,int8,fp8}")
+tasks=("$python" benchmarks/kv_tasks.py "${shared[@]}" --out "$runs/kv")
+
+answers() { # model, name: N samples of each group of tasks, what matters most first
+    part "long-$2" 240 "${tasks[@]}" --model "$1" --length 2048 --samples $(((N + 3) / 4)) \
+        --task long:copying --task long:sorting --task long:arithmetic --task long:tracing
+    part "calls-$2" 120 "$python" benchmarks/kv_calls.py "${shared[@]}" --model "$1" --count "$N" --length 512
+    part "ruler-$2" 200 "${tasks[@]}" --model "$1" --length 4096 --samples $(((N + 6) / 7)) --task ruler:niah_single_1 \
+        --task ruler:niah_single_2_prose --task ruler:niah_single_3_prose --task ruler:niah_multikey_1_prose \
+        --task ruler:niah_multivalue_prose --task ruler:niah_multiquery_prose --task ruler:niah_multikey_2
+    part "facts-$2" 150 "${tasks[@]}" --model "$1" --length 2048 --samples "$N" --task natural:facts
+    part "questions-$2" 100 "${tasks[@]}" --model "$1" --length 2048 --samples $(((N + 7) / 8)) --task natural:questions
+    [ -z "${TEXT:-}" ] || part "drift-$2" 100 "$python" benchmarks/kv_accuracy.py --model "$1" --dtype bfloat16 \
+        --device "${DEVICE:-cuda}" --text "$TEXT" --length 2048 --windows 10 --formats "auto;int8;fp8"
 }
 
 : >"$OUT/log.txt"
@@ -41,15 +72,22 @@ for name in $wanted; do
             part codes_tests 150 "$python" -m pytest -p no:cacheprovider -n 10 -v --tb=short -rf tests/gpu/test_gpu_kv_codes.py
             part codes 150 "$python" "$here/kv_formats.py" ;;
         answers)
-            for model in ${MODELS:?folders of pretrained models}; do
-                part "answers-$(basename "$model")" 150 "$python" benchmarks/kv_tasks.py --model "$model" --device cuda \
-                    --kv-memory 8GiB --together 16 --formats "${FORMATS:-auto,int8,fp8}" --length 4096 --samples 58 \
-                    --task natural:questions --task natural:facts --task ruler:niah_single_1 \
-                    --task ruler:niah_single_2_prose --task ruler:niah_single_3_prose --task ruler:niah_multikey_1_prose \
-                    --task ruler:niah_multivalue_prose --task ruler:niah_multiquery_prose --task ruler:niah_multikey_2
-                part "drift-$(basename "$model")" 60 "$python" benchmarks/kv_accuracy.py --model "$model" --device cuda \
-                    --dtype bfloat16 --text "${TEXT:?a book}" --length 2048 --windows 10 --formats "auto;int8;fp8"
-            done ;;
+            : "${MODELS:?folders of pretrained models}"
+            at=0
+            for model in $MODELS; do # beside each other, dealt out to the GPUs there are
+                CUDA_VISIBLE_DEVICES=$((at++ % gpus)) answers "$model" "$(basename "$model")" &
+            done
+            wait ;;
+        hybrid) # trained here for TRAIN seconds; its checkpoint goes to $OUT/hybrid
+            part train $((${TRAIN:-120} + 150)) "$python" -m train.reference --hybrid --size H --out "$runs/h" \
+                --batch 65536 --paced --minutes "$(awk "BEGIN { print ${TRAIN:-120} / 60 }")" --longest 4096 \
+                --device "${DEVICE:-cuda}"
+            cp -r "$runs/h/checkpoint" "$OUT/hybrid"
+            part tasks-hybrid 200 "${tasks[@]}" --model "$runs/h/checkpoint" --length 2048 --samples "$((N / 5))" \
+                --task single --task multikey --task table_copy --task span_copy --task vt ;;
+        needle) # 128K tokens, four facts a text
+            part needle 150 "${tasks[@]}" --model retriever --length 131072 --samples 10 --together 2 \
+                --task facts:shared ;;
         latents) part latents 120 "$python" benchmarks/latents.py --threads "$(nproc)" --heads 128 64 32 16 ;;
         gather) part gather 60 "$python" "$here/gather.py" ;;
         tiers) part tiers 150 "$python" "$here/tiers.py" long ;;
