@@ -7,10 +7,11 @@ import json
 import pytest
 from drift_texts import passage
 from engine_helpers import BLOCK_BYTES
-from tiny_models import one_thread, random_ids  # noqa: F401
+from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
 from saccade.engine.settings.config import EngineConfig
+from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
@@ -125,6 +126,13 @@ def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
 
 def test_time_that_is_over_ends_it(tiny_llama):
     assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
+
+
+def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp_path, timed):
+    folder = make_checkpoint("llama", tmp_path / "short", max_position_embeddings=700)
+    with pytest.raises(RequestError, match=r"nothing to tune: timing takes 1,042 tokens, and a context holds 700 here"):
+        tune(config(folder), lambda llm: pytest.fail("a text is asked for"))
+    assert not timed
 
 
 def test_rounding_is_measured_beside(tiny_llama):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.settings.pays import Untimed, pays_from, timed
+from saccade.engine.settings.pays import Untimed, lengths_of, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
@@ -99,6 +99,8 @@ def tune(
     config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
     with load(config) as llm:
         started(llm)
+        if isinstance(short := lengths_of(llm.engine), Untimed):
+            raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there")
         text, passage = source(llm)
         llm.engine.checks.prompt(list(passage.ids[:-1]))
         dense, base = run(llm, passage, Policy(), seed=seed, weights=False)
