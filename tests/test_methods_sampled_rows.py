@@ -178,7 +178,15 @@ def test_what_is_not_finite_is_refused(value):
 
 @pytest.mark.parametrize(
     "options",
-    [{"threshold": 1.5}, {"gamma": math.nan}, {"rows": 0}, {"rows": 129}, {"rows": 8.0}, {"block_size": 256}, {"window_blocks": 0}],
+    [
+        {"threshold": 1.5},
+        {"gamma": math.nan},
+        {"rows": 0},
+        {"rows": 129},
+        {"rows": 8.0},
+        {"block_size": 256},
+        {"window_blocks": 0},
+    ],
 )
 def test_options_out_of_range(options):
     with pytest.raises(PolicyError, match=next(iter(options))):

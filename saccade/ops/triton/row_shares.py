@@ -59,8 +59,8 @@ def choose(
     softcap: float | None = None,
 ) -> Blocks:
     """The lists of ``methods.sampled_rows`` for ``q`` [heads, q_len, head_dim]: of each query block the first key block
-    and the last ``window``, the diagonal one among them, the heaviest others (ties to the lower one) while what is there is short of ``gamma``, and all
-    of at least ``threshold``. Sums are float32."""
+    and the last ``window``, the diagonal one among them, the heaviest others (ties to the lower one) while what is
+    there is short of ``gamma``, and all of at least ``threshold``. Sums are float32."""
     found = _run(q, kv, shape, rows, block_size, gamma, threshold, window, scale, softcap, wants_shares=False)
     return found.lists(shape, block_size)
 
