@@ -259,7 +259,7 @@ MATRIX = (
         "sampled_rows",
         (
             {"threshold": 0.1, "gamma": 0.5, "block_size": 64},
-            {"threshold": 1.0, "gamma": 0.0, "rows": 3, "block_size": 32},
+            {"threshold": 1.0, "gamma": 0.0, "rows": 3, "block_size": 32, "window_blocks": 1},
             {"threshold": 0.05, "gamma": 0.0, "rows": 4},
         ),
         {"threshold": 0.0},

@@ -95,22 +95,42 @@ def test_bfloat16_shares_on_every_kernel():
 
 @pytest.mark.parametrize(("rows", "n"), [call for call in CALLS if call != (1, 200)])
 @pytest.mark.parametrize(("gamma", "threshold"), [(0.9, 1.0), (0.0, 0.05), (0.6, 0.1), (0.0, 1.0)])
-def test_blocks_are_the_fewest_that_reach_gamma_and_all_above_the_threshold(rows, n, gamma, threshold):
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_blocks_are_the_fewest_that_reach_gamma_and_all_above_the_threshold(rows, n, gamma, threshold, window):
     q, k, v = draw(rows, n, seed=7 * n + rows)
-    method = SampledRows(gamma=gamma, threshold=threshold, rows=5, block_size=32)
+    method = SampledRows(gamma=gamma, threshold=threshold, rows=5, block_size=32, window_blocks=window)
     found = method.select_prefill(Chunk.of(q, KVView.from_tensors(k, v)))
     assert isinstance(found, Blocks)
     mask = found.block_mask()
     for head in range(HEADS):
         for i, shares in enumerate(shares_by_hand(q, k, rows, n, 5, 32, head)):
             own = (n - rows) // 32 + i
-            have, expected = shares[0] + (shares[own] if own else 0.0), {0, own}
+            expected = {0, *range(max(0, own - window + 1), own + 1)}
+            have = sum(shares[block] for block in expected)
             for block in sorted(range(own + 1), key=lambda b: -shares[b]):
                 if block not in expected and have < gamma:
                     expected.add(block)
                     have += shares[block]
             expected |= {block for block in range(own + 1) if shares[block] >= threshold}
             assert set(mask[head, i].nonzero()[:, 0].tolist()) == expected, (head, i)
+
+
+@pytest.mark.parametrize("back", [1, 3, 8, 20])
+def test_a_head_that_looks_a_few_tokens_back_keeps_its_key_in_every_row(back):
+    """At the beginning of a query block that key lies in the block before, and no sampled row may ask for it."""
+    n, size, width = 320, 64, 512
+    one_hot = 6 * torch.eye(n, width)  # a logit of 36 / sqrt(512) * 20 = 32 for the key asked for, 0 for others
+    q = 20 * one_hot[(torch.arange(n) - back).clamp(min=0)].expand(KV_HEADS, n, width)
+    k = one_hot.expand(KV_HEADS, n, width)
+
+    def lost(**options) -> list[int]:
+        found = SampledRows(threshold=0.01, gamma=0.5, block_size=size, rows=4, **options)
+        found = found.select_prefill(Chunk.of(q, KVView.from_tensors(k, k)))
+        return [row for row in range(back, n) if not bool(found.row_mask(0, row, row + 1)[0, row - back])]
+
+    assert lost() == []
+    edges = [row for row in range(2 * size, n) if row % size < back]  # block 0 is always read
+    assert lost(window_blocks=1) == (edges if back <= size // 8 else [])  # the first sampled row is row 8
 
 
 def test_a_chunk_reads_what_the_whole_would():
@@ -158,7 +178,15 @@ def test_what_is_not_finite_is_refused(value):
 
 @pytest.mark.parametrize(
     "options",
-    [{"threshold": 1.5}, {"gamma": math.nan}, {"rows": 0}, {"rows": 129}, {"rows": 8.0}, {"block_size": 256}],
+    [
+        {"threshold": 1.5},
+        {"gamma": math.nan},
+        {"rows": 0},
+        {"rows": 129},
+        {"rows": 8.0},
+        {"block_size": 256},
+        {"window_blocks": 0},
+    ],
 )
 def test_options_out_of_range(options):
     with pytest.raises(PolicyError, match=next(iter(options))):

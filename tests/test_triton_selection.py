@@ -107,10 +107,10 @@ def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, mon
     at = chunk.kv, chunk.shape, rows, size
     shares = on_device.shares(given, *at, chunk.scale, softcap)
     torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale, softcap), atol=1e-5, rtol=1e-5)
-    for gamma, threshold in ((0.0, 0.05), (0.6, 0.1)):
-        mask = SampledRows(threshold, gamma, rows, size)._taken(shares, chunk.shape.q_start // size)
+    for gamma, threshold, window in ((0.0, 0.05, 1), (0.6, 0.1, 1), (0.6, 0.1, 2), (0.0, 1.0, 3)):
+        mask = SampledRows(threshold, gamma, rows, size, window)._taken(shares, chunk.shape.q_start // size)
         want = Blocks.from_block_mask(chunk.shape, size, mask)
-        got = on_device.choose(given, *at, gamma, threshold, chunk.scale, softcap)
+        got = on_device.choose(given, *at, gamma, threshold, window, chunk.scale, softcap)
         assert torch.equal(got.offsets, want.offsets)
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 
@@ -126,9 +126,9 @@ def test_sampled_rows_of_many_query_blocks(group, head_dim, copied, monkeypatch)
         at = chunk.kv, chunk.shape, rows, size
         shares = on_device.shares(chunk.q, *at, chunk.scale)
         torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale), atol=1e-5, rtol=1e-5)
-        mask = SampledRows(0.02, 0.7, rows, size)._taken(shares, chunk.shape.q_start // size)
+        mask = SampledRows(0.02, 0.7, rows, size, 2)._taken(shares, chunk.shape.q_start // size)
         want = Blocks.from_block_mask(chunk.shape, size, mask)
-        got = on_device.choose(chunk.q, *at, 0.7, 0.02, chunk.scale)
+        got = on_device.choose(chunk.q, *at, 0.7, 0.02, 2, chunk.scale)
         assert torch.equal(got.offsets, want.offsets)
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 

@@ -11,6 +11,7 @@ from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade import LLM, SamplingParams
 from saccade.engine.settings.config import EngineConfig
+from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
@@ -163,6 +164,13 @@ def test_time_that_is_over_ends_it(tiny_llama):
     assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
 
 
+def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp_path, timed):
+    folder = make_checkpoint("llama", tmp_path / "short", max_position_embeddings=700)
+    with pytest.raises(RequestError, match=r"nothing to tune: timing takes 1,042 tokens, and a context holds 700 here"):
+        tune(config(folder), lambda llm: pytest.fail("a text is asked for"))
+    assert not timed
+
+
 def test_rounding_is_measured_beside(tiny_llama):
     found = found_of(tiny_llama, rounding=True)
     assert found.rounding is not None
@@ -170,10 +178,19 @@ def test_rounding_is_measured_beside(tiny_llama):
 
 
 def test_limits():
-    limits = Limits(0.02, 0.97)
-    assert limits.why_not(0.01, 0.02, 0.97 - BELOW_ROUNDING) is None
-    assert "0.021" in (limits.why_not(0.01, 0.021, 1.0) or "")
-    assert "93.9 % agree" in (limits.why_not(0.0, 0.0, 0.939) or "")
+    limits, safe, half = Limits(0.02, 0.97), Policy.parse(SAFE), Policy.parse("psa")
+    for policy in (safe, half, Policy.parse("sampled_rows(threshold=0.0005)")):  # the preset and its phases
+        assert limits.why_not(policy, 0.01, 0.02, 0.97 - BELOW_ROUNDING) is None
+        assert "0.021" in (limits.why_not(policy, 0.01, 0.021, 1.0) or "")
+        assert "93.9 % agree" in (limits.why_not(policy, 0.0, 0.0, 0.939) or "")
+
+
+@pytest.mark.parametrize("text", ["psa(epsilon=0.9)", "sampled_rows+psa", "lfps", "flashprefill+psa"])
+def test_others_than_the_preset_may_drift_half_as_far(text):
+    limits, policy = Limits(0.02, 0.97), Policy.parse(text)
+    assert limits.why_not(policy, 0.005, 0.01, 0.956) is None
+    assert limits.why_not(policy, 0.005, 0.011, 1.0) == "KL 0.005, up to 0.011, above 0.01"
+    assert limits.why_not(policy, 0.0, 0.0, 0.954) == "95.4 % agree, fewer than 95.5 %"
 
 
 def test_every_rung_is_a_policy_of_its_phase():

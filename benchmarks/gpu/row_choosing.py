@@ -98,7 +98,7 @@ def sweep(length: int, dim: int, tried: tuple[tuple[int, int, int, int, bool], .
         config = row_shares.Config(*numbers)
 
         def call(config: row_shares.Config = config) -> Any:
-            at = chunk.q, chunk.kv, chunk.shape, 8, 128, 0.8, 0.002, chunk.scale, None, False
+            at = chunk.q, chunk.kv, chunk.shape, 8, 128, 0.8, 0.002, 2, chunk.scale, None, False
             return row_shares._run(*at, config)
 
         said = attempt(lambda call=call: f"{time_ms(call, 100):.3f} ms: {kernels(call, 1)}")

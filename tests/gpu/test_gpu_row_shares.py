@@ -44,14 +44,14 @@ def test_shares_and_lists(q_len, n, rows, size, dtype, head_dim, heads, copied, 
     exact = Chunk.of(q[:, -q_len:].float().cpu(), KVView.from_tensors(k.float().cpu(), v.float().cpu(), block_size=32))
     expected = row_shares(exact.q, exact.kv, exact.shape, rows, size, exact.scale)
     assert (shares.cpu() - expected).abs().max() < (2e-2 if dtype == torch.bfloat16 else 3e-3)
-    for gamma, threshold in ((0.8, 0.01), (0.95, 1.0), (0.0, 0.02)):
-        mask = SampledRows(threshold, gamma, rows, size)._taken(shares, chunk.shape.q_start // size)
+    for gamma, threshold, window in ((0.8, 0.01, 2), (0.95, 1.0, 1), (0.0, 0.02, 3)):
+        mask = SampledRows(threshold, gamma, rows, size, window)._taken(shares, chunk.shape.q_start // size)
         want = Blocks.from_block_mask(chunk.shape, size, mask)
-        got = on_device.choose(given, *at, gamma, threshold, chunk.scale)
+        got = on_device.choose(given, *at, gamma, threshold, window, chunk.scale)
         differ = (got.offsets - want.offsets).diff().abs()
         assert differ.max() <= 1  # a sum that is as close to gamma as rounding
         assert (differ > 0).float().mean() < 0.01
-        again = on_device.choose(given, *at, gamma, threshold, chunk.scale)
+        again = on_device.choose(given, *at, gamma, threshold, window, chunk.scale)
         assert torch.equal(again.offsets, got.offsets)
 
 

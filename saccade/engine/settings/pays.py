@@ -89,16 +89,24 @@ def timed(engine: Runs, policy: Policy, seconds: float, always: bool = False) ->
     engine must have nothing else to do."""
     if engine.busy:
         return Untimed("other requests were running when it was to be timed", later=True)
-    on_gpu = engine.model.device.type == "cuda"
-    most = min(engine.max_model_len, engine.checks.most_tokens) - ANSWER - 1
-    lengths = [length for length in (LENGTHS_ON_GPU if on_gpu else LENGTHS) if length <= most]
-    if len(lengths) < 2:
-        return Untimed(f"a context of {most:,} tokens is too short to time it")
+    lengths = lengths_of(engine)
+    if isinstance(lengths, Untimed):
+        return lengths
     try:
         with _unseen(engine):
-            return _timed(engine, policy, lengths, on_gpu, seconds, always)
+            return _timed(engine, policy, lengths, engine.model.device.type == "cuda", seconds, always)
     except (_FailedError, SaccadeError) as error:  # a policy that this model or its pool cannot run, too
         return Untimed(f"timing it failed: {error}")
+
+
+def lengths_of(engine: Runs) -> list[int] | Untimed:
+    """The lengths, rising, at which an engine can be timed; why not, where fewer than two fit."""
+    every = LENGTHS_ON_GPU if engine.model.device.type == "cuda" else LENGTHS
+    most = min(engine.max_model_len, engine.checks.most_tokens) - ANSWER - 1
+    lengths = [length for length in every if length <= most]
+    if len(lengths) < 2:
+        return Untimed(f"timing takes {every[1] + ANSWER + 1:,} tokens, and a context holds {most + ANSWER + 1:,} here")
+    return lengths
 
 
 def _timed(

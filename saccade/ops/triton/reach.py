@@ -41,8 +41,9 @@ class Reach:
         self.wants_shares = wants_shares
         self.shares = torch.empty(self.taken.shape if wants_shares else (1,), dtype=torch.float32, device=device)
 
-    def add(self, head: int, count: int, threshold: float, lagging: int, bar: float) -> None:
-        """Heads ``head .. head + count - 1``, whose weights are there; heads come one after the other."""
+    def add(self, head: int, count: int, threshold: float, lagging: int, bar: float, window: int = 1) -> None:
+        """Heads ``head .. head + count - 1``, whose weights are there; heads come one after the other. ``window``: the
+        last blocks that are read in any case, the diagonal one among them."""
         q_blocks, k_blocks = self.blocks
         each = pad(self.each, 1)
         together = min(pad(q_blocks, 1), max(1, 128 // each))  # query blocks of a program
@@ -57,7 +58,7 @@ class Reach:
         width = pad(k_blocks)
         _reach[(q_blocks, count)](
             self.sums, self.taken, self.shares, self.offsets, head, self.own, q_blocks, k_blocks, threshold, lagging,
-            bar, WIDTH=width, SHARES=self.wants_shares, num_warps=min(8, max(1, width // 1024)),
+            bar, window, WIDTH=width, SHARES=self.wants_shares, num_warps=min(8, max(1, width // 1024)),
         )  # fmt: skip
 
     def lists(self, shape: Shape, block_size: int) -> Blocks:
@@ -107,9 +108,9 @@ def _add_rows(
         tl.store(line[None, :] + block[:, None], summed, mask=seen & (place < q_blocks)[None, :])
 
 
-@triton.jit(do_not_specialize=["head_from", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar"])
+@triton.jit(do_not_specialize=["head_from", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar", "window"])
 def _reach(
-    sums, taken, found, offsets, head_from, own, q_blocks, k_blocks, threshold, lagging, bar,
+    sums, taken, found, offsets, head_from, own, q_blocks, k_blocks, threshold, lagging, bar, window,
     WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One query block: ``sums`` brought to a sum of 1, the blocks that it reads, those with a share of ``bar`` among
@@ -123,7 +124,7 @@ def _reach(
     line += head_from.to(tl.int64) * q_blocks * k_blocks
     if SHARES:
         tl.store(found + line + block, share, mask=block < k_blocks)
-    always = causal & ((block == 0) | (block == diagonal))
+    always = causal & ((block == 0) | (block > diagonal - window))
     lags = diagonal < lagging  # then block 0 is ranked like the others
     ahead = always & also(block == diagonal, lags) | also(always, diagonal >= lagging)  # what comes before all others
     rest = causal & (ahead == 0)

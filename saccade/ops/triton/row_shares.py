@@ -54,13 +54,14 @@ def choose(
     block_size: int,
     gamma: float,
     threshold: float,
+    window: int,
     scale: float,
     softcap: float | None = None,
 ) -> Blocks:
-    """The lists of ``methods.sampled_rows`` for ``q`` [heads, q_len, head_dim]: of each query block the first and the
-    diagonal key block, the heaviest others (ties to the lower one) while what is there is short of ``gamma``, and all
-    of at least ``threshold``. Sums are float32."""
-    found = _run(q, kv, shape, rows, block_size, gamma, threshold, scale, softcap, wants_shares=False)
+    """The lists of ``methods.sampled_rows`` for ``q`` [heads, q_len, head_dim]: of each query block the first key block
+    and the last ``window``, the diagonal one among them, the heaviest others (ties to the lower one) while what is
+    there is short of ``gamma``, and all of at least ``threshold``. Sums are float32."""
+    found = _run(q, kv, shape, rows, block_size, gamma, threshold, window, scale, softcap, wants_shares=False)
     return found.lists(shape, block_size)
 
 
@@ -68,7 +69,7 @@ def shares(
     q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None = None
 ) -> Tensor:
     """``ops.row_shares.row_shares``: fp32 [heads, q_blocks, k_blocks]."""
-    return _run(q, kv, shape, rows, block_size, 0.0, 2.0, scale, softcap, wants_shares=True).shares
+    return _run(q, kv, shape, rows, block_size, 0.0, 2.0, 1, scale, softcap, wants_shares=True).shares
 
 
 def sums(
@@ -120,6 +121,7 @@ def _run(
     block_size: int,
     gamma: float,
     threshold: float,
+    window: int,
     scale: float,
     softcap: float | None,
     wants_shares: bool,
@@ -146,7 +148,7 @@ def _run(
             EACH=rows, SIZE=block_size, ROWS=config.rows, SPAN=config.span, COPIED=config.copy, LISTED=False,
             CAPPED=softcap is not None, PRECISION=precision(q.dtype), STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
-        found.add(head, count, gamma, 0, threshold)
+        found.add(head, count, gamma, 0, threshold, window)
     return found
 
 
