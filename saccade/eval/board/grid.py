@@ -96,9 +96,8 @@ def _left(entries: tuple[Entry, ...], without: Sequence[str]) -> tuple[Entry, ..
     """Rows less those named ``without``. RequestError for a name that none of them has, or where none is left."""
     for name in without:
         if name not in {entry.name for entry in entries}:
-            raise RequestError(
-                f"without={name!r} is no row of this board; its rows: {', '.join(one.name for one in entries)}"
-            )
+            own = ", ".join(repr(entry.name) for entry in entries)
+            raise RequestError(f"without={name!r} is no row of this board; its rows: {own}")
     left = tuple(entry for entry in entries if entry.name not in without)
     if not left:
         raise RequestError(f"without={', '.join(without)!r} leaves no row; name fewer")
