@@ -40,7 +40,7 @@ of() { # the options of a board
         qlong2) echo "-m $Q --length 4096 $at --each 48 -t long:all $(named quest arkvale snapkv rocketkv streaming) --drift 64 --together 48 --kv-memory 5GiB" ;;
         qrest) echo "-m $Q --length 16384 $at --each 24 --limit 2 $tasks $(named twilight topp) --drift 64 --together 16 --kv-memory 4GiB" ;;
         [sqg]prefill)
-            model="$S" length=8000
+            model="${S:-}" length=8000
             [ "$1" = qprefill ] && model="$Q" length=16384
             [ "$1" = gprefill ] && model="$G" length=16384
             echo "-m $model --length $length --protocol D --budget 0.05 --budget 0.1 --budget 0.25 --recall 0 --each 24" \
@@ -65,7 +65,7 @@ for given in $wanted; do
 done
 while [ -n "$(jobs -rp)" ] && [ $(($(date +%s) - begun)) -lt $((seconds + 55)) ]; do
     sleep 20
-    echo "--- $(($(date +%s) - begun)) s: $(cd "$boards" && for log in *.log; do echo "${log%.log} $(grep -c ' of 1 settings' "$log")"; done | xargs)"
+    echo "--- $(($(date +%s) - begun)) s: $(cd "$boards" && for log in *.log; do echo "${log%.log} $(grep -c ': 1 of 1 settings' "$log")"; done | xargs)"
     grep -h -i -m 1 "error" "$boards"/*.log | sort -u | cut -c1-200 | head -n 4
 done
 for model in s q g; do
