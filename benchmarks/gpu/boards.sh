@@ -6,6 +6,7 @@
 #
 # A board begins nothing more after SECONDS and is ended 40 seconds later; what is finished lies in BOARDS (default:
 # build/boards), where the same call goes on, and is packed into $OUT, an archive a model. Names: see `of` below. MORE: options for all of them.
+# DRY=1024 DEVICE=cpu: the same boards at that length, few keys, samples and forced tokens, to see that each of them runs.
 set -u
 root="$(cd "$(dirname "$0")/../.." && pwd)"
 cd "$root" || exit 1
@@ -49,6 +50,12 @@ of() { # the options of a board
     esac
 }
 
+dry() { # the options of a small board
+    sed -E "s/--length [0-9]+/--length $DRY/; s/--keys 256 --keys 512 --keys 128/--keys 256/; s/--budget 0.05 --budget 0.1 /--budget 0.1 /
+        s/--each [0-9]+/--each ${DRY_EACH:-5}/; s/(--limit [0-9]+ ?)+/--limit 1 --limit 2 /; s/--drift [0-9]+/--drift 8/
+        s/--together [0-9]+/--together 2/; s/--kv-memory [0-9]+GiB/--kv-memory ${DRY_ROOM:-512MiB}/"
+}
+
 seconds="$1"
 shift
 wanted="$*"
@@ -56,6 +63,7 @@ begun="$(date +%s)"
 for given in $wanted; do
     name="${given#*:}"
     words="$(of "$name")" || continue
+    [ -n "${DRY:-}" ] && words="$(echo "$words" | dry)"
     gpu="${given%%:*}"
     [ "$gpu" = "$given" ] && gpu=0
     echo "=== $name on GPU $gpu: saccade eval board $words"
