@@ -29,6 +29,11 @@ from saccade.eval.plots import in_k
 from saccade.eval.results import read_json
 
 MODEL = re.compile(r"(?<=-m |el )(\S*/)(?=[^\s/]+/?(?:\s|$))")  # the folders before a model's file in a command
+MATCHES = {
+    "keys": "a dial turned to as many keys",
+    "share": "a dial turned to as large a share",
+    "setting": "the same setting",
+}
 Group = tuple[str, int, tuple[str, ...]]  # name, length, tasks
 
 
@@ -107,11 +112,10 @@ def overview(pages: Mapping[str, list[tuple[str, str]]], out: Path, made: str, w
     holds = True
     if len(pages) > 1:
         files = [f"{name}={','.join(str(out / f'{base}.json') for base, _ in own)}" for name, own in pages.items()]
-        for match in ("keys", "setting"):
+        for match, title in MATCHES.items():
             said = io.StringIO()
             with contextlib.redirect_stdout(said):
                 holds &= leave_one_out.main([*files, "--match", match, *words]) == 0
-            title = {"keys": "a dial turned to as many keys", "setting": "the same setting"}[match]
             lines += ["", f"## Leave one out: {title}", "", said.getvalue().rstrip("\n")]
     (out / "board-real.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return holds

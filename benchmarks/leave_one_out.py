@@ -12,8 +12,8 @@ prefill: as large a share); `share`, to as large a share; `setting`, the same po
 was not measured at a dial's value counts with its nearest measured setting that reads less: an upper bound of KL, where
 more keys never drift more.
 
-Prints Markdown. Exits with 1 where the first choice breaks a bound on the model left out, was not measured there, or
-where no model has a choice.
+Prints Markdown. The first choice that was measured on the model left out decides; what would come before it is shown.
+Exits with 1 where it breaks a bound there, where none was measured there, or where no model has a choice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from saccade.eval.drift.recommend import BOUND
 from saccade.eval.tune.study import BELOW_ROUNDING, ROUNDING
 
 POINTS = 0.02  # of a score of 1, that answers may lose
+DENSE = 0.99  # share of the keys from which on a setting is no choice beside dense attention
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?")  # of an option, not in a name
+UNKNOWN = "not measured"
 Key = tuple[str, str, str]  # method, protocol, where its dial stands
 
 
@@ -183,7 +185,7 @@ class Held:
     @property
     def verdict(self) -> str:
         if self.broken is None:
-            return "not measured"
+            return UNKNOWN
         if self.broken:
             return f"no: {', '.join(self.broken)}"
         if not self.losses:
@@ -258,7 +260,7 @@ def load(given: str, rounding: Mapping[str, float], kinds: Sequence[str]) -> Mod
 
 
 def choices(models: Sequence[Model], match: str, by: str, phase: str) -> list[Choice]:
-    """The settings that keep the bounds on all of ``models``, cheapest first."""
+    """The settings that keep the bounds on all of ``models`` and read less than dense attention, cheapest first."""
     keys = dict.fromkeys(cell.key(match) for model in models for cell in model.cells if cell.phase == phase)
     found = []
     for key in keys:
@@ -266,7 +268,8 @@ def choices(models: Sequence[Model], match: str, by: str, phase: str) -> list[Ch
         if any(held.broken is None or held.broken for held in on.values()):
             continue
         costs = [cost for held in on.values() if (cost := held.mean(by)) is not None]
-        if costs:
+        read = [keys for held in on.values() if (keys := held.mean("keys")) is not None]
+        if costs and read and fmean(read) < DENSE:
             policies = dict.fromkeys(cell.policy for held in on.values() for cell in held.cells if not cell.sparser)
             found.append(Choice(key, on, fmean(costs), tuple(policies)))
     return sorted(found, key=lambda one: (one.cost, max(held.kl or 0.0 for held in one.on.values())))
@@ -298,16 +301,16 @@ def line(left: Model, choice: Choice, match: str) -> tuple[list[str], bool]:
 
 
 def table(models: Sequence[Model], match: str, by: str, phase: str, more: int) -> tuple[list[list[str]], list[bool]]:
-    """Rows, and of each first choice whether the bounds are kept."""
+    """Rows, and of each first choice that was measured whether the bounds are kept."""
     rows, kept = [], []
     for left in models:
         found = choices([model for model in models if model is not left], match, by, phase)
         if not found:
             rows.append([left.name, "none keeps the bounds: `dense`", *["–"] * (len(HEAD) - 3), "dense"])
-        for at, choice in enumerate(found[: 1 + more]):
-            cells, holds = line(left, choice, match)
-            rows.append(cells if at == 0 else ["", *cells[1:]])
-            kept += [holds] if at == 0 else []
+        own = [line(left, choice, match) for choice in found]
+        first = next((at for at, (cells, _) in enumerate(own) if cells[-1] != UNKNOWN), 0)
+        rows += [cells if at == 0 else ["", *cells[1:]] for at, (cells, _) in enumerate(own[: first + 1 + more])]
+        kept += [own[first][1]] if own else []
     return rows, kept
 
 

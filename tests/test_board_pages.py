@@ -50,10 +50,10 @@ def test_archives_become_pages(tmp_path, tiny_llama, far_llama, pages, capsys):
     said = (out / "board-real.md").read_text()
     files = [f"One={out / 'board-real-one-512.json'}", f"Two 2.5={out / 'board-real-two-2-5-512.json'}"]
     capsys.readouterr()
-    held = [pages.leave_one_out.main([*files, "--match", match, "--more", "2"]) for match in ("keys", "setting")]
+    held = [pages.leave_one_out.main([*files, "--match", match, "--more", "2"]) for match in pages.MATCHES]
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [line for line in said.splitlines() if line.startswith("|")] == shown
-    assert len(shown) >= 8
+    assert len(shown) >= 12
     assert ended == max(held)
     assert {file.name for file in out.iterdir()} == {
         "board-real.md",
@@ -66,7 +66,7 @@ def test_archives_become_pages(tmp_path, tiny_llama, far_llama, pages, capsys):
     assert str(tmp_path) not in table  # no folder of a machine
     rows = json.loads((out / "board-real-one-512.json").read_text())["rows"]
     assert {row["method"] for row in rows} == {"quest", "streaming"}
-    assert said.count("## Leave one out") == 2
+    assert said.count("## Leave one out") == 3
     assert "[One at 512](board-real-one-512-tables.md)" in said
     navigation = site.read_text()
     assert navigation.count("results/board-real") == 3

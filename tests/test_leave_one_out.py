@@ -153,3 +153,20 @@ def test_boards_that_lie_in_the_docs_are_read(held, capsys):
     assert rows[1][-1] == "no: KL, agreement"
     older = held.cells_of(json.loads((results / "board-answers.json").read_text()))
     assert all(cell.kl is not None and cell.answers is not None for cell in older)
+
+
+def test_what_was_not_measured_on_the_model_left_out_does_not_decide(tmp_path, held, capsys):
+    whole = row("flashprefill", "flashprefill(alpha=1)", 0.002, 0.0, 1.0)  # reads as dense attention does
+    models = [
+        board(tmp_path, "a", [quest(0.01), psa(0.5, 0.005, 0.12), whole]),
+        board(tmp_path, "b", [quest(0.01), psa(0.6, 0.002, 0.13), whole]),
+        board(tmp_path, "c", [psa(0.7, 0.001, 0.125), whole]),
+    ]
+    assert held.main(models) == 0
+    rows = table(capsys.readouterr().out)
+    assert [(one[0], one[1].split("`")[1], one[-1]) for one in rows] == [
+        ("a", "psa", "yes, by drift alone"),
+        ("b", "psa", "yes, by drift alone"),
+        ("c", "quest", "not measured"),
+        ("", "psa", "yes, by drift alone"),
+    ]
