@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -101,7 +102,7 @@ def described_model(llm: LLM, model: EngineConfig) -> dict[str, Any]:
         "path": str(llm.model.path),
         "weights_sha256": _weights(llm),
         "identity": llm.model.identity.digest,
-        "tokenizer_hash": tokenizer_hash(llm.get_tokenizer()),
+        "tokenizer_hash": _tokenizer(llm),
         "dtype": str(spec.dtype).removeprefix("torch."),
         **({} if model.quantize is None else {"quantize": model.quantize}),
         **({} if model.lora is None else {"lora": str(model.lora)}),
@@ -153,6 +154,7 @@ def check_order(log: Log, samples: list[Sample]) -> None:
 
 
 _HASHES: dict[str, str] = {}
+_TOKENIZERS: WeakKeyDictionary[LLM, str | None] = WeakKeyDictionary()
 
 
 def _weights(llm: LLM) -> str:
@@ -161,6 +163,13 @@ def _weights(llm: LLM) -> str:
     if path not in _HASHES:
         _HASHES[path] = weights_hash(llm.model.path)
     return _HASHES[path]
+
+
+def _tokenizer(llm: LLM) -> str | None:
+    """Hashed once a model: a large vocabulary takes a third of a second, and a board asks at every setting."""
+    if llm not in _TOKENIZERS:
+        _TOKENIZERS[llm] = tokenizer_hash(llm.get_tokenizer())
+    return _TOKENIZERS[llm]
 
 
 def _data_hash(data: Path) -> str:

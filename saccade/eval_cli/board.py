@@ -28,9 +28,16 @@ def board(
     method: Annotated[
         list[str] | None, typer.Option("--method", help="Rank this method alone; may be given several times.")
     ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", help="Leave this row out; may be given several times.")
+    ] = None,
     budget: Annotated[
         list[float] | None,
         typer.Option("--budget", help="Share of the keys that dense reads; may be given several times."),
+    ] = None,
+    keys: Annotated[
+        list[int] | None,
+        typer.Option("--keys", help="In the place of a budget: keys at the one length; may be given several times."),
     ] = None,
     length: Annotated[list[int] | None, typer.Option("--length", help="Tokens; may be given several times.")] = None,
     protocol: Annotated[list[str] | None, typer.Option("--protocol", help="B or D; both if it is not given.")] = None,
@@ -48,7 +55,11 @@ def board(
         bool, typer.Option("--answers/--no-answers", help="Answer samples; else measure drift alone.")
     ] = True,
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Answer the first N of them for now; a later call goes on.")
+        list[int] | None,
+        typer.Option(
+            "--limit",
+            help="Answer the first N of them for now; a later call goes on. Several: a round of every method each.",
+        ),
     ] = None,
     recall: Annotated[
         int | None, typer.Option("--recall", help="Samples of each task whose true attention is computed too; 0: none.")
@@ -94,8 +105,9 @@ def board(
         raise RequestError("--quick and --full are different grids; give one of them")
     if seconds is not None and seconds <= 0:
         raise RequestError(f"seconds={seconds!r} must be above 0")
-    if limit is not None and limit < 1:
-        raise RequestError(f"limit={limit!r} must be an integer >= 1: samples of each task and length")
+    for count in limit or ():
+        if count < 1:
+            raise RequestError(f"limit={count!r} must be an integer >= 1: samples of each task and length")
     positive("together", together)
     if join:
         found, span, missing, commands = kept.joined(join)
@@ -107,21 +119,24 @@ def board(
     config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
     tasks = task or default_tasks(base.tasks, str(config.model))
-    grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers)
+    grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers, keys, without)
     data = play.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
-    what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together, kept.settings(like or ()))
-    todo = play.jobs(grid, data)
+    what = play.Play(grid, config, out / kept.RESULTS, mix, until, together, kept.settings(like or ()))
+    todo = play.jobs(grid, data, sorted(set(limit)) if limit else (None,))
     play.check_like(todo, what)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     llm = say_device(load(config, together))
-    placed = [one for ones in play.play(todo, llm, what, workers, note) for one in ones]
-    missing = sum(play.wanted(job) for job in todo) - len(placed)
     command = shlex.join(["saccade", *_shown(sys.argv[1:])])
-    kept.keep(out, placed, todo, grid, command)
+    placed: list[play.Placed] = []
+    for ones in play.play(todo, llm, what, workers, note):
+        placed = play.settled([*placed, *ones])
+        if placed:
+            kept.keep(out, placed, todo, grid, command)  # a run that is killed leaves what --join makes a page of
+    missing = play.unfinished(placed, todo, grid.answers)
     for file in write_board(placed, grid, out, command, missing):
         print(file)
 

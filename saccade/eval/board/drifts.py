@@ -16,6 +16,7 @@ from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.predict import described_model
 from saccade.eval.results import read_json, slug, write_json
+from saccade.eval.setting import sparse_in
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
 from saccade.passage import Passage, made_passage
@@ -95,6 +96,8 @@ class Drifts:
         if found is not None:
             return found
         passage, dense, base = _dense(self.llm, self.length, self.tokens)
+        if sparse_in("prefill", policy):
+            self.llm.reset_prefix_cache()  # chunks that another decode method's run left would not be counted
         logits, ran = run(self.llm, passage, policy, weights=False)
         own = compared(logits, dense, passage)
         record = {

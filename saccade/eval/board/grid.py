@@ -42,8 +42,13 @@ class Grid:
         each: int | None = None,
         drift: int | None = None,
         answers: bool = True,
+        keys: Sequence[int] | None = None,
+        without: Sequence[str] | None = None,
     ) -> Grid:
-        """The grid with what is given in the place of its own. RequestError for a value that cannot be run."""
+        """The grid with what is given in the place of its own; ``keys``: budgets as numbers of keys, at one length.
+        RequestError for a value that cannot be run."""
+        if keys:
+            budgets = _shares(keys, budgets, lengths or self.lengths)
         for budget in budgets or ():
             if not 0 < budget < 1:
                 raise RequestError(f"budget={budget!r} must be above 0 and below 1: a share of the keys dense reads")
@@ -70,8 +75,33 @@ class Grid:
             answers=answers,
             tasks=tuple(tasks) if tasks else self.tasks,
             recall=self.recall if recall is None else recall,
-            entries=named(methods) if methods else self.entries,
+            entries=_left(named(methods) if methods else self.entries, without or ()),
         )
+
+
+def _shares(keys: Sequence[int], budgets: Sequence[float] | None, lengths: Sequence[int]) -> list[float]:
+    """Budgets of so many keys. RequestError beside budgets, for several lengths, or for more keys than there are."""
+    if budgets or len(set(lengths)) != 1:
+        raise RequestError(
+            f"keys={', '.join(map(str, keys))}: give either budgets or keys, and one --length with these: they are "
+            "another share at each"
+        )
+    for count in keys:
+        if not 0 < count < lengths[0]:
+            raise RequestError(f"keys={count!r} must be above 0 and below the length, {lengths[0]} tokens")
+    return [count / lengths[0] for count in keys]
+
+
+def _left(entries: tuple[Entry, ...], without: Sequence[str]) -> tuple[Entry, ...]:
+    """Rows less those named ``without``. RequestError for a name that none of them has, or where none is left."""
+    for name in without:
+        if name not in {entry.name for entry in entries}:
+            own = ", ".join(repr(entry.name) for entry in entries)
+            raise RequestError(f"without={name!r} is no row of this board; its rows: {own}")
+    left = tuple(entry for entry in entries if entry.name not in without)
+    if not left:
+        raise RequestError(f"without={', '.join(without)!r} leaves no row; name fewer")
+    return left
 
 
 def named(methods: Sequence[str]) -> tuple[Entry, ...]:

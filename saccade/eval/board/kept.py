@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval.board.grid import Grid
-from saccade.eval.board.play import Job, Placed
+from saccade.eval.board.play import Job, Placed, asked
 from saccade.eval.results import read_json, write_json
 
 KEPT, RESULTS = "placed.json", "results"
@@ -17,11 +17,6 @@ KEPT, RESULTS = "placed.json", "results"
 
 def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, command: str) -> None:
     """Write what was placed and what was wanted by ``command`` to ``out``."""
-    wanted = [
-        [job.entry.name if job.entry else "dense", job.protocol, job.length, budget]
-        for job in todo
-        for budget in job.budgets
-    ]
     said = [
         asdict(one)
         | {"folder": one.folder and one.folder.name, "drift": one.drift and str(one.drift.relative_to(out / RESULTS))}
@@ -31,7 +26,7 @@ def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, c
         out / KEPT,
         {
             **{"command": command, "samples": grid.samples, "recall": grid.recall},
-            **{"placed": said, "wanted": wanted},
+            **{"placed": said, "wanted": [list(one) for one in asked(todo)]},
         },
     )
 

@@ -70,6 +70,7 @@ def _drift_alone(placed: Sequence[Placed], command: str, missing: int) -> dict[s
         f"Drift alone, no samples were answered: weights {first['weights'][:12]}, "
         f"{' to '.join(map(str, tokens[:: max(1, len(tokens) - 1)]))} forced tokens; {', '.join(made)}."
     ]
+    lines += [f"{one.error}" for one in placed if one.name == "dense" and one.error is not None]
     lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
     return {
         **{"lines": lines, "command": command, "tasks": [], "config": {}, "runs": dict(made)},

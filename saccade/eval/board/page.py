@@ -78,7 +78,8 @@ def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = 
 def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int]) -> dict[str, Any]:
     own = [row for row in rows if row.protocol == letter]
     columns = Columns.of(own, lengths)
-    tables = [_budget_table(own, budget, columns) for budget in grid.budgets]
+    budgets = {row.budget for row in own}
+    tables = [_budget_table(own, budget, columns) for budget in grid.budgets if budget in budgets]
     fixed = [row for row in own if row.budget is None]
     if fixed:
         tables.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,7 +18,7 @@ from saccade.eval.board.grid import PROTOCOLS, Grid
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
-from saccade.eval.results import PREDICTIONS, read_json, write_json
+from saccade.eval.results import PREDICTIONS, SCORES, read_json, write_json
 from saccade.eval.runner import Note, data_name, default_tasks, given_by, prepare
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
@@ -30,20 +30,21 @@ from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
-MIDDLE = 0.1  # of the budgets: its rows are run first
 _MOST_ROOM = 4 * 2**30
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the board under one protocol at one length, for ``budgets`` (None where it has no dial)."""
+    """One row of the board under one protocol at one length, for ``budgets`` (None where it has no dial). ``limit``:
+    samples of each task that are answered; None: all."""
 
     entry: Entry | None  # None: dense
     protocol: str
     length: int
     data: Path
     budgets: tuple[float | None, ...] = (None,)
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Play:
     model: EngineConfig
     results: Path
     mix: bool = False
-    limit: int | None = None
     until: float | None = None
     together: int = 1
     like: Mapping[tuple[str, str, int, float], str] = field(default_factory=dict)
@@ -109,13 +109,16 @@ def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, 
     return made
 
 
-def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
+def jobs(grid: Grid, data: dict[int, Path], rounds: Sequence[int | None] = (None,)) -> list[Job]:
     """Dense of both kinds first, then every row; long contexts first, so that no worker ends with one alone. Where
-    drift turns the dials, a row's budgets are jobs of their own, those nearest MIDDLE first: a board that is cut short
-    has that one whole."""
+    drift turns the dials, a row's budgets are jobs of their own, the middle one first: a board that is cut short has
+    that one whole. ``rounds``: how many samples of each task (None: all) every job answers before any of them answers
+    more, so that one that is cut short has asked every method as much, and keys and values of a round's prompts alone
+    need room at once."""
     rows: list[Job] = []
+    middle = sorted(grid.budgets)[(len(grid.budgets) - 1) // 2]
     parts: list[tuple[float | None, ...]] = [
-        (one,) for one in sorted(grid.budgets, key=lambda one: distance(one, MIDDLE))
+        (one,) for one in sorted(grid.budgets, key=lambda one: distance(one, middle))
     ]
     for length in sorted(grid.lengths, reverse=True):
         for letter in grid.protocols:
@@ -125,12 +128,45 @@ def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
                     own = [(None,)] if entry.dial is None else parts if grid.drift else [grid.budgets]
                     rows += [Job(entry, letter, length, data[length], budgets) for budgets in own]
     order = {budgets: at for at, budgets in enumerate(parts, 1)} if grid.drift else {}
-    return sorted(rows, key=lambda job: (job.entry is not None, order.get(job.budgets, 0)))
+    rows.sort(key=lambda job: (job.entry is not None, order.get(job.budgets, 0)))
+    return [replace(job, limit=limit) for limit in rounds for job in rows]
+
+
+def settled(placed: Iterable[Placed]) -> list[Placed]:
+    """What was placed, each setting as its last round left it; one that a round did not reach, as the one before."""
+    found: dict[tuple[str, str, int, float | None], Placed] = {}
+    for one in placed:
+        key = one.name, one.protocol, one.length, one.budget
+        if one.folder is not None or one.error is not None or key not in found:
+            found[key] = one
+    return list(found.values())
+
+
+def unfinished(placed: Iterable[Placed], todo: Sequence[Job], answers: bool) -> int:
+    """How many settings are not placed, or without the answers that they were to give."""
+    weak = {(one.protocol, one.length) for one in placed if one.name == "dense" and one.error is not None}
+    done = {
+        (one.name, one.protocol, one.length, one.budget)
+        for one in placed
+        if not answers or one.folder is not None or one.error is not None or (one.protocol, one.length) in weak
+    }
+    return len(set(asked(todo)) - done)
+
+
+def asked(todo: Iterable[Job]) -> list[tuple[str, str, int, float | None]]:
+    """The settings that jobs are to place: name, protocol, length, budget."""
+    wanted = (
+        (job.entry.name if job.entry else "dense", job.protocol, job.length, budget)
+        for job in todo
+        for budget in job.budgets
+    )
+    return list(dict.fromkeys(wanted))
 
 
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
     """Run jobs, side by side with ``workers``; what a job placed comes as it ends. What lies in the results already is
-    used again. Jobs that ``play.until`` cut off give what they had finished. RequestError as ``refuse_weak``."""
+    used again. Jobs that ``play.until`` cut off give what they had finished. RequestError as ``refuse_weak``, unless
+    drift is measured: then that is said, and nothing more is answered at that length."""
     work = _Work(play)
     for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers, play.together)):
         refuse_weak(placed)
@@ -146,13 +182,16 @@ def refuse_weak(placed: Iterable[Placed]) -> None:
     """RequestError if dense attention scores below half of what is possible in every task of one of these: the order of
     rows that are compared with it would be chance. Tasks that it does to less than half are left out of the others."""
     for one in placed:
-        if one.name == "dense" and one.folder is not None:
-            dense = dense_score(Run.load(one.folder))
-            if dense is not None and dense.warning is not None and len(dense.low) == len(dense.tasks):
-                raise RequestError(
-                    f"no board can be made of {one.folder.name} ({one.length} tokens, protocol {one.protocol}): "
-                    f"{dense.warning}"
-                )
+        if one.name == "dense" and one.folder is not None and (warning := weak(one.folder)) is not None:
+            raise RequestError(
+                f"no board can be made of {one.folder.name} ({one.length} tokens, protocol {one.protocol}): {warning}"
+            )
+
+
+def weak(folder: Path) -> str | None:
+    """What is said of dense attention's answers where it scores below half in every task, else None."""
+    dense = dense_score(Run.load(folder))
+    return None if dense is None or len(dense.low) < len(dense.tasks) else dense.warning
 
 
 @dataclass(frozen=True)
@@ -179,8 +218,16 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
         if drifts is not None and job.entry is not None and job.entry.kind != "lossless":
             _drift(drifts, policy, play)
             file = place_of(play.results, job.length, play.grid.drift, policy.text)
-        folder = _answer(llm, job, play, policy) if play.grid.answers else None
-        return Placed(name, job.protocol, job.length, budget, policy.text, folder, drift=file)
+        folder, why = None, None
+        if play.grid.answers and not (file is not None and _weak_dense(llm, job, play)):
+            try:
+                folder = _answer(llm, job, play, policy)
+            except _Late:
+                if file is None:
+                    raise
+        if job.entry is None and drifts is not None and folder is not None and (why := weak(folder)) is not None:
+            folder = None  # its drift ranks methods all the same
+        return Placed(name, job.protocol, job.length, budget, policy.text, folder, why, file)
 
     def failed(policy: Policy, budget: float | None, error: SaccadeError) -> Placed:
         assert job.entry is not None, "what dense attention cannot do, nothing is compared with"
@@ -228,6 +275,13 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
         return
 
 
+def _weak_dense(llm: LLM, job: Job, play: Play) -> bool:
+    """Whether dense attention has answered, and too badly for comparisons."""
+    letter = "B" if job.protocol == "B" else "A"
+    name = folder_name(configuration(job.data, llm, play.model, Setting(Policy(), letter)))
+    return (play.results / name / SCORES).is_file() and weak(play.results / name) is not None
+
+
 def check_like(todo: Sequence[Job], play: Play) -> None:
     """RequestError if another board's settings are given and no search would begin with one of them."""
     begun = (
@@ -269,7 +323,7 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     the first sample of each task."""
     letter = "B" if job.protocol == "B" and not sparse_in("prefill", policy) else "A"
     setting = Setting(policy, letter)
-    limit = 1 if probe else play.limit
+    limit = 1 if probe else job.limit
     if play.late and not _answered(llm, job, setting, play, limit):
         raise _Late
     if job.entry is not None and job.entry.phase == "prefill":
