@@ -213,14 +213,9 @@ class _Trial:
         high = stretch_interval(found["kl"], min(STRETCH, len(found["kl"])), seed=self.seed).high
         kl, agree = _mean(found["kl"]), _mean(found["agree"])
         seconds, beside = (one[phase]["seconds"] for one in (ran, self.base))
-<<<<<<< HEAD
-        why = self.limits.why_not(kl, high, agree)
+        why = self.limits.why_not(policy, kl, high, agree)
         density = ran[phase]["density"] or 1.0
         return Tried(text, phase, kl, high, agree, density, seconds, beside, why, ran["heads"])
-=======
-        why = self.limits.why_not(policy, kl, high, agree)
-        return Tried(text, phase, kl, high, agree, ran[phase]["density"] or 1.0, seconds, beside, why)
->>>>>>> preset
 
 
 def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
