@@ -47,7 +47,8 @@ HOST_ONLY = {f"{name}.abi3.so" for name in ("cumem_allocator", "fs_io_C", "spinl
 FATBIN_MAGIC = 0xBA55ED50
 CUBIN = 2  # an entry's kind: machine code; 1 is PTX
 MAINLOOP = re.compile(  # groups: query width, value width, dtype, flags, whose third says soft cap
-    r"CollectiveMainloopFwdSm90<\d+, cute::tuple<.*?>, cute::tuple<cute::C<\d+>, cute::C<\d+>, cute::C<(\d+)> >, (\d+), "
+    r"CollectiveMainloopFwdSm90<\d+, cute::tuple<.*?>, "
+    r"cute::tuple<cute::C<\d+>, cute::C<\d+>, cute::C<(\d+)> >, (\d+), "
     r"cutlass::(\w+), float, cutlass::arch::Sm90, ((?:(?:true|false), )+)"
 )
 
