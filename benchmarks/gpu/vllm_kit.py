@@ -136,7 +136,7 @@ def make_site(site: Path, wheel: Path) -> None:
 
 def make_deps(deps: Path, wheels: Path) -> None:
     """Install the packages from their wheels, without tests, static libraries and old tokenizers."""
-    local = ["--no-index", "--find-links", wheels, "--no-compile", "--target", deps]
+    local = ["--no-index", "--find-links", str(wheels), "--no-compile", "--target", str(deps)]
     subprocess.run([*PIP, "install", *FOR_PYTHON, *local, *PACKAGES.split()], check=True)
     for folder in [deps / "bin", *deps.glob("*/tests")]:
         shutil.rmtree(folder, ignore_errors=True)
