@@ -260,7 +260,7 @@ MATRIX = (
         (
             {"threshold": 0.1, "gamma": 0.5, "block_size": 64},
             {"threshold": 1.0, "gamma": 0.0, "rows": 3, "block_size": 32, "window_blocks": 1},
-            {"threshold": 0.05, "gamma": 0.0, "rows": 4},
+            {"threshold": 0.4, "gamma": 0.0, "rows": 4},
         ),
         {"threshold": 0.0},
         boundary=(32, 64, 128, 192, 256),

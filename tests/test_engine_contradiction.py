@@ -273,8 +273,10 @@ def test_places_measured_in_one_launch_go_to_their_requests_layers_and_heads(mon
     """Two requests, two layers of unlike scale: what is measured of a place is a number that names it."""
     asked = [{0: [0, 2], 1: [1]}, {1: [2, 0], 2: [1]}]
     specs = {0: LayerAttention(0.3), 1: LayerAttention(0.7), 2: LayerAttention(0.3)}
+    kv = SimpleNamespace(pool=SimpleNamespace(format=SimpleNamespace(kv_heads=4)))
     rows = [
-        SimpleNamespace(scheduled=SimpleNamespace(request_id=n), result=SimpleNamespace(error=None)) for n in (0, 1)
+        SimpleNamespace(scheduled=SimpleNamespace(request_id=n), result=SimpleNamespace(error=None), kv=kv)
+        for n in (0, 1)
     ]
     audits = {n: RowAudit(Audit(AuditOptions(1.0), n), drawn, True) for n, drawn in enumerate(asked)}
 
