@@ -15,12 +15,13 @@ import json
 import random
 from typing import Any, NamedTuple
 
+from kv_tasks import config_of
+
 from saccade import LLM, SamplingParams
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
-from saccade.engine.settings.config import EngineConfig
 from saccade.errors import SaccadeError
-from saccade.eval.setting import computed, load
+from saccade.eval.setting import load
 from saccade.eval.stats import paired_difference
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
@@ -94,17 +95,7 @@ def main() -> None:
     wanted = [request(number, asked.length) for number in range(asked.count)]
     first: list[bool] | None = None
     for format in asked.formats.split(","):
-        config = computed(
-            EngineConfig(
-                model=asked.model,
-                dtype=asked.dtype,
-                threads=asked.threads,
-                device=asked.device,
-                kv_dtype=format,
-                kv_memory=asked.kv_memory,
-            )
-        )
-        with load(config, asked.together) as llm:
+        with load(config_of(asked, format), asked.together) as llm:
             found = answers(llm, wanted, Policy.parse(asked.policy))
         calls = sum(one is not None for one in found)
         correct = [one == (ask.name, ask.arguments) for one, ask in zip(found, wanted)]

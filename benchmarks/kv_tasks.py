@@ -23,6 +23,12 @@ from saccade.eval.stats import paired_difference
 Scores = dict[str, tuple[str, float, list[str]]]  # task, score and answers of a sample by its id
 
 
+def config_of(asked: argparse.Namespace, kv_dtype: str) -> EngineConfig:
+    """Of an engine that stores keys and values as ``kv_dtype`` says, the rest as asked on the command line."""
+    same = {name: getattr(asked, name) for name in ("model", "dtype", "threads", "device", "kv_memory")}
+    return computed(EngineConfig(**same, kv_dtype=kv_dtype))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -46,16 +52,7 @@ def main() -> None:
     data = prepare(asked.out, asked.task, [asked.length], asked.samples, name=name, given=given)
     found: dict[str, Scores] = {}
     for format in asked.formats.split(","):
-        config = computed(
-            EngineConfig(
-                model=asked.model,
-                dtype=asked.dtype,
-                threads=asked.threads,
-                device=asked.device,
-                kv_dtype=format,
-                kv_memory=asked.kv_memory,
-            )
-        )
+        config = config_of(asked, format)
         with load(config, asked.together) as llm:
             (folder,) = run_policies(
                 data,

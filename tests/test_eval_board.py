@@ -11,10 +11,10 @@ from math import exp, log
 from pathlib import Path
 
 import pytest
+from board_helpers import always_right, run  # noqa: F401 - one is a fixture
 from test_eval_report import config, row, write
 from tiny_models import one_thread  # noqa: F401 - a fixture
 
-from saccade.cli.main import main
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
@@ -26,7 +26,6 @@ from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Job, Placed, Play, _known, check_like, jobs, play, prepare_data
 from saccade.eval.board.rows import fold
-from saccade.eval.metrics import METRICS
 from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load
 from saccade.methods.registry import AROUND, METHODS, MODIFIERS
@@ -319,19 +318,6 @@ def test_without_matplotlib_the_tables_are_whole(made, tmp_path, monkeypatch):
     assert "matplotlib is not installed" in files[0].read_text()
     assert files[0].read_text().count("<tr") == whole[0].read_text().count("<tr")
     assert [file.read_text() for file in files[1:]] == [file.read_text() for file in whole[1:]]
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    return int(end.value.code or 0)
-
-
-@pytest.fixture
-def always_right(monkeypatch):
-    """Random weights answer nothing, and no board is made of that."""
-    for name in METRICS:
-        monkeypatch.setitem(METRICS, name, lambda prediction, references, **options: 1.0)
 
 
 def test_no_board_where_dense_attention_scores_below_half(tmp_path, tiny_llama, made, capsys):

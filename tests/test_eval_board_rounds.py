@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from board_helpers import always_right, run  # noqa: F401 - one is a fixture
 
-from saccade.cli.main import main
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.drifts import Drifts
 from saccade.eval.board.play import Placed, asked, jobs, settled, unfinished
-from saccade.eval.metrics import METRICS
 from saccade.eval.setting import load
 from saccade.methods.policy import Policy
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
-
-
-@pytest.fixture
-def always_right(monkeypatch):
-    for name in METRICS:
-        monkeypatch.setitem(METRICS, name, lambda prediction, references, **options: 1.0)
 
 
 def lines(file) -> int:

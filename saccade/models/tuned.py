@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import xxhash
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER = "tuned"
 VERSION = 1  # of the files; those of another are not read
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,13 @@ def find_tuned(model: LoadedModel, place: Mapping[str, Any]) -> Tuned | None:
     file = next(
         (one for home in tuned_homes() if (one := home / f"policy-{model.identity.digest}{ending}").is_file()), None
     )
-    if file is None:
-        return None
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data.pop("version") != VERSION:
-            return None
-        data.pop("place")
-        found = Tuned(**{**data, "times": _times(data["times"])})
-        Policy.parse(found.policy)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SaccadeError) as error:
-        raise SaccadeError(f"{file} cannot be used ({error}); run saccade tune again, or remove it") from None
+    return None if file is None else read_tuned(file, VERSION, _tuned)
+
+
+def _tuned(data: dict[str, Any]) -> Tuned:
+    data.pop("place")
+    found = Tuned(**{**data, "times": _times(data["times"])})
+    Policy.parse(found.policy)
     return found
 
 
@@ -165,6 +162,16 @@ def tuned_home() -> Path:
         if is_ours(home) and os.access(home, os.W_OK):
             return home / FOLDER
     return cache_homes()[0] / FOLDER
+
+
+def read_tuned(file: Path, version: int, made: Callable[[dict[str, Any]], Read]) -> Read | None:
+    """What :func:`write_tuned` wrote to ``file``, as ``made`` makes it; None where it is of another ``version``.
+    SaccadeError, naming the file and the command, for one that is broken."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return None if data.pop("version") != version else made(data)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SaccadeError) as error:
+        raise SaccadeError(f"{file} cannot be used ({error}); run saccade tune again, or remove it") from None
 
 
 def write_tuned(file: Path, data: Mapping[str, Any]) -> None:

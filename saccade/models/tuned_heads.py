@@ -3,7 +3,6 @@ read to share heads out (``models.head_order``). They hang on the checkpoint's c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +13,9 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from saccade.errors import SaccadeError
 from saccade.models.checkpoint import open_checkpoint, weight_files
 from saccade.models.head_order import HeadDensities
-from saccade.models.tuned import tuned_home, tuned_homes, write_tuned
+from saccade.models.tuned import read_tuned, tuned_home, tuned_homes, write_tuned
 
 VERSION = 1  # of the files; those of another are not read
 SAMPLE = 1024  # numbers, or bytes of blocks, in the middle of each tensor, by which a checkpoint is known
@@ -38,15 +36,11 @@ def find_heads(folder: Path, layers: int | None) -> HeadDensities | None:
         return None
     name = _name(folder, layers)
     file = next((found for one in tuned_homes() if (found := one / name).is_file()), None)
-    if file is None:
-        return None
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if data.pop("version") != VERSION:
-            return None
-        return HeadDensities(**{**data, **{phase: _rows(data[phase]) for phase in ("prefill", "decode")}})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SaccadeError(f"{file} cannot be used ({error}); run saccade tune again, or remove it") from None
+    return None if file is None else read_tuned(file, VERSION, _densities)
+
+
+def _densities(data: dict[str, Any]) -> HeadDensities:
+    return HeadDensities(**{**data, **{phase: _rows(data[phase]) for phase in ("prefill", "decode")}})
 
 
 def _rows(data: Any) -> tuple[tuple[float, ...], ...]:
