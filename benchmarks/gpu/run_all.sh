@@ -9,6 +9,7 @@
 #   PYTHON     the interpreter (python3)             RUNS         where samples and answers go on from (runs)
 # and of answers, hybrid and needle:
 #   MODELS     folders or .gguf files, with blanks between; they run beside each other, dealt out to the GPUs
+#   GPUS       those that MODELS are dealt out to (all)
 #   TEXT       a book; without, no perplexity        N            samples of each kind of task (400)
 #   FORMATS    kv_dtypes (auto,int8,fp8)             KV_MEMORY    of each engine (8GiB)
 #   TOGETHER   samples in a step (32)                TRAIN        seconds that the hybrid trains (120)
@@ -35,7 +36,7 @@ part() { # name, seconds, command...
     rm -f "$OUT/$name.log.part"
 }
 
-gpus="$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))' 2>/dev/null || echo 1)"
+read -ra gpus <<<"${GPUS:-$("$python" -c 'import torch; print(*range(max(1, torch.cuda.device_count())))' 2>/dev/null || echo 0)}"
 N="${N:-400}" runs="${RUNS:-runs}"
 shared=(--device "${DEVICE:-cuda}" --kv-memory "${KV_MEMORY:-8GiB}" --together "${TOGETHER:-32}")
 shared+=(--formats "${FORMATS:-auto,int8,fp8}")
@@ -75,7 +76,7 @@ for name in $wanted; do
             : "${MODELS:?folders of pretrained models}"
             at=0
             for model in $MODELS; do # beside each other, dealt out to the GPUs there are
-                CUDA_VISIBLE_DEVICES=$((at++ % gpus)) answers "$model" "$(basename "$model")" &
+                CUDA_VISIBLE_DEVICES="${gpus[at++ % ${#gpus[@]}]}" answers "$model" "$(basename "$model")" &
             done
             wait ;;
         hybrid) # trained here for TRAIN seconds; its checkpoint goes to $OUT/hybrid
