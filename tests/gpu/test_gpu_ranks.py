@@ -108,10 +108,10 @@ def test_whatever_joins_them(folder, pair, monkeypatch, chosen):
 def test_the_reference_model():
     prompt = "The key of Alpha is 4711. The key of Beta is 815. What is the key of Alpha?"
     try:
-        two = LLM("reference", device="cuda", tensor_parallel_size=2, kv_memory="256MiB")
+        two = LLM("reference", device="cuda", dtype="float32", tensor_parallel_size=2, kv_memory="256MiB")
     except ModelError as error:
         pytest.skip(str(error))
-    with two, LLM("reference", device="cuda", kv_memory="256MiB") as one:
+    with two, LLM("reference", device="cuda", dtype="float32", kv_memory="256MiB") as one:
         same(one.generate([prompt], greedy(12)), two.generate([prompt], greedy(12)))
 
 
@@ -124,7 +124,10 @@ def test_the_8b_shape_in_bfloat16(tmp_path):
     prompts = [
         torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(1)).tolist() for length in (3000, 700)
     ]
-    for policy in ("dense", "flexprefill(lines=block, max_budget=512)+arkvale(budget=256, unit=kv_head)"):
+    for policy in (
+        "dense",
+        "flexprefill(lines=block, min_budget=256, max_budget=512)+arkvale(budget=256, unit=kv_head)",
+    ):
         scores = []
         for ranks in (1, 2):
             with make(path, ranks, kv_memory="2GiB", prefill_chunk=1024) as llm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -84,18 +85,32 @@ def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> 
             for call in found.calls:
                 called.add(call)
             for counts in (called, *(late.take() for late in found.late.values())):
+                for layer in counts.layers.values():
+                    layer.rest()
                 total.add([counts])
             found.calls, found.late = [], {("ranks", one.phase): total}
 
 
 def exchange(group: Group, own: Any) -> list[Any]:
-    """Each rank's ``own``, in the order of ranks; all of them call it."""
-    data = torch.frombuffer(bytearray(pickle.dumps(own, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+    """Each rank's ``own``, in the order of ranks, its tensors on the host; all of them call it."""
+    written = io.BytesIO()
+    _HostPickler(written, pickle.HIGHEST_PROTOCOL).dump(own)
+    data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
     sizes = [int(size) for size in group.gather(torch.tensor([len(data)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data
     parts = group.gather(padded)
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes)]
+
+
+class _HostPickler(pickle.Pickler):
+    """A device's tensors would come back on the device of the rank that sent them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See pickle."""
+        if isinstance(obj, Tensor) and obj.device.type != "cpu":
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
 
 
 def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RankCounts]:

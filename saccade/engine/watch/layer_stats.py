@@ -116,6 +116,12 @@ class LayerStats:
             self.covered, self.least_covered = self.covered + total, min(self.least_covered, least)
             self.late_coverage = None
 
+    def rest(self) -> None:
+        """Hold nothing on a device: what another process is to read."""
+        self.settle()
+        if self.attended is not None:
+            self.attended = self.attended.cpu()
+
     def skip(self, rows: int, pairs: int, unread: int = 0) -> None:
         """Count ``rows`` that skipped the layer by their policy, to whom the causal mask allows ``pairs``, and
         ``unread`` ones whose output is not read: those leave densities alone."""
