@@ -16,6 +16,7 @@ from saccade import LLM, SamplingParams, ranks
 from saccade.cli.options import ENGINE, takes_engine
 from saccade.engine.observing import observing
 from saccade.engine.pieces import BeginRestore, CaptureSession, CopyRows, FinishRestore, LoadRows, act
+from saccade.engine.ranks import counts, worker
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.rank_limits import why_not
 from saccade.errors import PolicyError, RequestError, SaccadeError
@@ -72,6 +73,27 @@ def test_many_requests_in_chunks(pair):
     """More than the pool holds at once, so some wait, and others give their blocks up and begin again."""
     one, two = pair
     same(one.generate(PROMPTS, greedy(41)), two.generate(PROMPTS, greedy(41)))
+
+
+def test_a_sparse_prefill_exchanges_counts_once(pair, monkeypatch):
+    """For its report: in each step that it were asked, ranks on devices would wait for these."""
+    exchanged, real = [], counts.exchange
+    for module in (worker, counts):
+        monkeypatch.setattr(module, "exchange", lambda *given: exchanged.append(1) or real(*given))
+    policy = "flexprefill(min_budget=32, block_size=64, gamma=0.3)"
+    answers = [llm.generate(PROMPTS[2], greedy(1), policy=policy) for llm in pair]  # five chunks
+    same(*answers)
+    mine, theirs = (answer[0].report["prefill"] for answer in answers)
+    for name in (
+        "density",
+        "keys_attended",
+        "keys_scored",
+        "density_per_head",
+        "backends",
+    ):
+        assert mine[name] == theirs[name], name
+    assert mine["density"] < 1
+    assert len(exchanged) <= 2
 
 
 def test_prompts_that_are_scored(pair):

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from saccade.engine.ranks import meeting, reduce
+from saccade.engine.ranks import counts, meeting, reduce
 from saccade.engine.ranks.reduce import Alone, GlooReduce, OneShotReduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
+from saccade.engine.steps.step import CallCount, ReadPairs
+from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.watch.layer_stats import LayerStats
 from saccade.errors import SaccadeError
+from saccade.methods.base import Cost
+from saccade.selection import Dense, Shape, Tokens
+from saccade.selection.head_part import HeadPart
 
 
 class Shot(OneShotReduce):
@@ -161,3 +169,65 @@ def test_a_rank_that_hangs_within_a_device_step_is_found(tmp_path, waits):
     process.kill()
     process.wait(10)
     assert [(rank, why[:5]) for rank, why in found] == ([] if waits else [(1, "hangs")])
+
+
+def test_a_stopped_rank_is_found_though_its_children_compute(tmp_path):
+    """Compilers that it has started, say: their processor time counts as its own while it runs."""
+    child = "while True: pass"
+    body = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); print('begun'); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", body], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    sums, steps = (SumCounts(tmp_path / name, 2) for name in ("counts", "steps"))
+    found: list[tuple[int, str]] = []
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        watch = RankWatch(sums, steps, [process], 1.0, lambda rank, why: found.append((rank, why)))
+        with steps.within(0):
+            time.sleep(2)
+            assert not found  # it gets on
+            os.kill(process.pid, signal.SIGSTOP)
+            until = time.monotonic() + 20
+            while not found and time.monotonic() < until:
+                time.sleep(0.05)
+        watch.close()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+    assert [(rank, why[:5]) for rank, why in found] == [(1, "hangs")]
+
+
+class Lonely:
+    """Joins one rank with itself."""
+
+    def gather(self, part):
+        return [part]
+
+
+def test_what_ranks_tell_each_other_lies_on_the_host():
+    """A device's tensors would come back on the device of the rank that sent them; "meta" stands for one here, from
+    which nothing can be copied."""
+    told = counts.exchange(Lonely(), {"a": torch.arange(3)})
+    assert torch.equal(told[0]["a"], torch.arange(3))
+    with pytest.raises(NotImplementedError, match="meta"):
+        counts.exchange(Lonely(), {"a": torch.arange(3, device="meta")})
+
+
+def test_counts_of_ranks_whose_heads_read_unlike():
+    """One rank reads the same in all its heads, the other does not; one rounds more; a device estimated coverage."""
+    shape = Shape(2, 2, 1, 9, 8)
+    alike, unlike = DeviceCounts(), DeviceCounts()
+    alike.add(CallCount(0, Dense(shape), Cost(certified={"bounds": 1}, rounding=0.5), "triton"))
+    unlike.add(CallCount(0, ReadPairs(shape, torch.tensor([4, 7]), Tokens), Cost(certified={"exact": 2}), "triton"))
+    unlike.layers[0].late_coverage = torch.tensor(1.5), torch.tensor(0.7)
+    kept = counts.KeptCalls()
+    kept._counts = unlike
+    total = counts.LateOfAll(HeadPart(0, 2))
+    total.add([alike, kept.take()])
+    stats = total.take().layers[0]
+    assert stats.pairs().tolist() == [9, 9, 4, 7]
+    assert (stats.heads, stats.calls, stats.rounding, stats.certified) == (4, 1, 0.5, {"bounds": 1, "exact": 2})
+    assert (stats.covered, stats.least_covered) == (1.5, pytest.approx(0.7))
+    layer = LayerStats()
+    layer.plus(stats)
+    assert (layer.pairs().tolist(), layer.rounding, layer.certified) == ([9, 9, 4, 7], 0.5, {"bounds": 1, "exact": 2})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,26 @@ class LateOfRanks:
         total = LateOfAll(self._part)
         total.add(self._ask(own.take()))
         return total.take()
+
+
+class KeptCalls:
+    """What this rank's calls of one request counted, where its device has it: asked for at each step, all ranks would
+    wait for their devices, and no step could be launched ahead of them."""
+
+    def __init__(self) -> None:
+        self._counts = DeviceCounts()
+
+    def add(self, calls: Sequence[CallCount]) -> None:
+        """Count some more."""
+        for call in calls:
+            self._counts.add(call)
+
+    def take(self) -> DeviceCounts:
+        """What was counted since the last time, on the host."""
+        taken, self._counts = self._counts, DeviceCounts()
+        for layer in taken.layers.values():
+            layer.rest()
+        return taken
 
 
 class LateOfAll:
@@ -91,6 +111,22 @@ def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> 
             found.calls, found.late = [], {("ranks", one.phase): total}
 
 
+def keep_counts(
+    step: StepInput, result: StepResult, good: Sequence[bool], kept: MutableMapping[tuple[int, Hashable], Any]
+) -> None:
+    """Leave what sparse prefills among the ``good`` requests of ``step`` did on this rank, in ``kept`` by request and
+    name, until a report asks for it."""
+    for one, stood in zip(step.scheduled, good):
+        found = result.requests[one.request_id]
+        if stood and one.phase == "prefill" and one.policy != DENSE and found.calls:
+            name = ("calls", one.phase)
+            own = kept.get((one.request_id, name))
+            if own is None:
+                own = kept[one.request_id, name] = KeptCalls()
+            own.add(found.calls)
+            found.calls, found.late = [], {**found.late, name: own}
+
+
 def exchange(group: Group, own: Any) -> list[Any]:
     """Each rank's ``own``, in the order of ranks, its tensors on the host; all of them call it."""
     written = io.BytesIO()
@@ -119,7 +155,7 @@ def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequen
     devices."""
     if all(one.policy == DENSE for one in step.scheduled):
         return []
-    rows, late = _rows(step, result, good), {}
+    rows, late = _rows(step, result, good), dict[tuple[int, Hashable], DeviceCounts]()
     for one, stood in zip(step.scheduled, good):
         if stood:
             for name, counts in result.requests[one.request_id].late.items():
@@ -208,15 +244,20 @@ def _widened(used: Selection | ReadPairs, ranks: int) -> Selection | ReadPairs:
 
 def _stats(parts: Sequence[LayerStats], heads: HeadPart) -> LayerStats:
     """One layer's counts of all heads."""
-    own, ranks = parts[0], len(parts)
-    attended = None
-    if any(part.attended is not None for part in parts):
+    own, ranks, attended, even = parts[0], len(parts), None, parts[0].even
+    if any(part.attended is not None or part.even != even for part in parts):
+        # What reads alike in all heads of one rank may not do so in those of another.
+        counted = [part.pairs() for part in parts]
         attended = heads.join(
-            [torch.zeros(part.heads, dtype=torch.int64) if part.attended is None else part.attended for part in parts]
+            [torch.zeros(part.heads, dtype=torch.int64) if one is None else one for part, one in zip(parts, counted)]
         )
+        even = 0
+    rounding = [part.rounding for part in parts if part.rounding is not None]
     return replace(
         own,
         attended=attended,
+        even=even,
+        rounding=max(rounding, default=None),
         heads=sum(part.heads for part in parts),
         scored=round(sum(part.scored for part in parts) / ranks),  # of each head
         estimated=round(sum(part.estimated for part in parts) / ranks),

@@ -11,6 +11,7 @@ from saccade.engine.ranks.counts import (
     LateOfAll,
     exchange,
     fold_counts,
+    keep_counts,
     share_counts,
 )
 from saccade.engine.ranks.leads import OtherLead
@@ -175,7 +176,9 @@ class OtherRank(RankWorker):
         fold_counts(step, result, tiered_rows(step, self.memories))
         own = failed_rows(step, result)
         failed = others_fail(self._group, own)
-        share_counts(self._group, step, result, [not (bad or other) for bad, other in zip(own, failed)])
+        good = [not (bad or other) for bad, other in zip(own, failed)]
+        keep_counts(step, result, good, self._late)
+        share_counts(self._group, step, result, good)
         audits = self.setting.watch.audits
         self.setting.watch.begin({})
         if audits:

@@ -92,7 +92,8 @@ class RankWatch:
                     return self._found(rank, f"ended by itself, with exit code {code}")
                 if rank in awaited and (active := activity(process.pid)) is not None:
                     before, since = still.get(rank, (None, now))
-                    self._still[rank] = (count, active), since if before == (count, active) else now
+                    stays = before is not None and before[0] == count and active.like(before[1])
+                    self._still[rank] = (count, active), since if stays else now
             hanging = [rank for rank, (_, since) in self._still.items() if now - since >= self.seconds]
             if hanging:  # of several that are in a sum, those that the system has stopped
                 worst = max(hanging, key=lambda rank: self._still[rank][0][1].stopped)
@@ -111,6 +112,11 @@ class Activity(NamedTuple):
 
     ticks: int
     stopped: bool
+
+    def like(self, before: Activity) -> bool:
+        """Whether the process did nothing since ``before``. One that is stopped does nothing, whatever its children and
+        what a sandbox counts for it say."""
+        return self == before or (self.stopped and before.stopped)
 
 
 def activity(pid: int) -> Activity | None:

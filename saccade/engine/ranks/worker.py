@@ -21,6 +21,7 @@ from saccade.engine.attention import AttentionBackend, StepFailedError
 from saccade.engine.memory.memories import Memories
 from saccade.engine.ranks.counts import (
     DENSE,
+    KeptCalls,
     LateOfAll,
     LateOfRanks,
     RankCounts,
@@ -28,6 +29,7 @@ from saccade.engine.ranks.counts import (
     exchange,
     fold_counts,
     join_counts,
+    keep_counts,
     share_counts,
 )
 from saccade.engine.ranks.leads import FirstLead
@@ -97,6 +99,7 @@ class FirstRank(RankWorker):
         self._link = link
         self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
+        self._calls: WeakValueDictionary[tuple[int, Hashable], KeptCalls] = WeakValueDictionary()  # of this rank
         self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
         self._replays = False  # whether a step is a replay
         self._looks = Looks(link, setting.part)
@@ -152,6 +155,7 @@ class FirstRank(RankWorker):
                     result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
                 good = [not (bad or other) for bad, other in zip(own, failed)]
                 heads = self.setting.part
+                keep_counts(step, result, good, self._calls)
                 told = share_counts(group, step, result, good)[:: heads.copies]
                 join_counts(heads, step, result, good, told)
                 self._count_late(step, result, told)

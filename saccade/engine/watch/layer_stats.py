@@ -92,6 +92,10 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.heads, self.units = other.heads, max(self.units, other.units)
         self.least_covered = min(self.least_covered, other.least_covered)
+        for name, heads in other.certified.items():
+            self.certified[name] = self.certified.get(name, 0) + heads
+        if other.rounding is not None:
+            self.rounding = other.rounding if self.rounding is None else max(self.rounding, other.rounding)
         if other.attended is not None:
             have, more = self.attended, other.attended
             self.attended = more if have is None else have + more.to(have.device)
