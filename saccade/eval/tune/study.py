@@ -94,7 +94,7 @@ class Limits:
         bound, least = share * self.bound, self.rounding - share * BELOW_ROUNDING
         if high > bound:
             return f"KL {kl:.3f}, up to {high:.3f}, above {bound:g}"
-        return None if agree >= least else f"{100 * agree:.1f} % agree, fewer than {100 * least:.1f} %"
+        return None if agree >= least else f"{100 * agree:.2f} % agree, fewer than {100 * least:.2f} %"
 
 
 def _is_safe(policy: Policy) -> bool:
@@ -243,20 +243,33 @@ def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) 
 
 def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | None, list[Tried]]:
     """What is fastest of those within the bounds: a prefill and a decode method together, where that is within them
-    too; else the one of the two that saves more. And what was run for it."""
-    best: dict[str, Tried] = {}
-    for phase in ("prefill", "decode"):
-        fit = [one for one in tried if one.phase == phase and one.why is None and one.density < 1]
-        if fit:
-            best[phase] = min(fit, key=lambda one: one.seconds)
+    too, else the safe preset's, if both are within the bounds; else the one of the fastest two that saves more. And
+    what was run for it."""
+    fit = [one for one in tried if one.why is None and one.density < 1]
+    best = _fastest(fit)
     if len(best) < 2:
         return next(iter(best.values()), None), []
-    parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in best.items()}
-    both = trial.of(Policy(**parts).text, "prefill")
-    note(f"{both.policy}: KL {both.kl:.4f}, {100 * both.agree:.1f} % agree" + (f": {both.why}" if both.why else ""))
-    if both.why is None:
-        return both, [both]
-    return max(best.values(), key=lambda one: one.dense_seconds - one.seconds), [both]
+    joint: list[Tried] = []
+    for pair in (best, _fastest([one for one in fit if _is_safe(Policy.parse(one.policy))])):
+        parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in pair.items()}
+        text = Policy(**parts).text
+        if len(pair) < 2 or text in [one.policy for one in joint]:
+            continue
+        both = trial.of(text, "prefill")
+        joint.append(both)
+        note(f"{both.policy}: KL {both.kl:.4f}, {100 * both.agree:.1f} % agree" + (f": {both.why}" if both.why else ""))
+        if both.why is None:
+            return both, joint
+    return max(best.values(), key=lambda one: one.dense_seconds - one.seconds), joint
+
+
+def _fastest(fit: Sequence[Tried]) -> dict[str, Tried]:
+    """Of each phase that there is one of, the fastest."""
+    best: dict[str, Tried] = {}
+    for one in fit:
+        if one.phase not in best or one.seconds < best[one.phase].seconds:
+            best[one.phase] = one
+    return {phase: best[phase] for phase in ("prefill", "decode") if phase in best}
 
 
 def _rounding(llm: LLM, config: EngineConfig, passage: Passage, dense: Tensor, note: Say) -> float | None:
