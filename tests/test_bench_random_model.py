@@ -35,7 +35,8 @@ def test_blocks_have_a_mean_of_0_and_a_deviation_of_a_fiftieth(random_model, nam
     assert 0.017 < found.std() < 0.022
     assert found.mean().abs() < 0.0021  # codes that have a sign begin one further below 0 than they end above it
     assert found.abs().max() < 0.07
-    assert torch.equal(found, values(1)) and not torch.equal(found, values(2))
+    assert torch.equal(found, values(1))
+    assert not torch.equal(found, values(2))
 
 
 def test_80_layers_of_4_bits_have_logits(random_model, monkeypatch, tmp_path):
