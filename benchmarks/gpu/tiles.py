@@ -12,8 +12,8 @@ from itertools import product as every
 
 import torch
 from harness import DTYPE, Results, graph_ms, time_ms
+from random_blocks import random_blocks
 
-from saccade.ops.block_weights import FORMATS as BLOCKS
 from saccade.ops.matrices import DenseMatrix, Matrix
 from saccade.ops.tile_weights import TileMatrix
 from saccade.ops.triton import products, tile_products, tile_rows
@@ -27,14 +27,8 @@ REPEATS = 30
 
 
 def drawn(name: str, outputs: int, channels: int) -> TileMatrix:
-    """Random bytes, but for scales, which are small."""
-    source = BLOCKS[name]
-    blocks = torch.randint(0, 256, (outputs, channels // source.block, source.block_bytes), device="cuda").byte()
-    small = torch.full((1,), 0.01, dtype=torch.float16, device="cuda").view(torch.uint8)
-    for at in (0, 2) if name[:2] in ("Q4", "Q5") else (208,) if name == "Q6_K" else (0,):
-        if name != "Q4_0" or at == 0:
-            blocks[:, :, at : at + 2] = small
-    return TileMatrix.of_weights(source(blocks.flatten(1)))
+    """Random blocks, in tiles."""
+    return TileMatrix.of_weights(random_blocks(name, outputs, channels))
 
 
 def timed(matrices: list[Matrix], x: torch.Tensor) -> float:

@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=(FIRST, RULER), default=[FIRST, RULER])
     parser.add_argument("--engines", nargs="+", choices=("vllm", "saccade"), default=["vllm", "saccade"])
-    parser.add_argument("--shape", default="8b", help="of the random Llama (benchmarks/tensor_parallel.py)")
+    parser.add_argument("--shape", default="8b", help="of the random Llama (benchmarks/random_model.py)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], help="tokens of a prompt")
     parser.add_argument("--batched", nargs="+", type=int, default=[16384, 8192], help="max_num_batched_tokens")

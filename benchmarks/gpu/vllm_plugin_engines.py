@@ -128,15 +128,15 @@ def _density(job: dict[str, Any]) -> float:
 
 
 def our_engine(job: dict[str, Any], prompts: list[Any]) -> None:
-    import tensor_parallel
+    import random_model
 
     from saccade import LLM, SamplingParams
 
     cuda, began = job["device"] == "cuda", time.perf_counter()
     more: dict[str, Any] = {} if cuda else {"dtype": "float32"}
     if job["part"] == FIRST:
-        tensor_parallel.patch()
-        shape = tensor_parallel.SHAPES[job["shape"]]
+        random_model.patch()
+        shape = random_model.SHAPES[job["shape"]]
         folder, longest = shape_folder(job), max(job["lengths"]) + 64
         (folder / "shape").write_text(job["shape"])
         each = shape.layers * 2 * shape.kv_heads * shape.head_dim * (2 if cuda else 4)
@@ -176,21 +176,21 @@ def our_engine(job: dict[str, Any], prompts: list[Any]) -> None:
 
 
 def vocab(job: dict[str, Any]) -> int:
-    import tensor_parallel
+    import random_model
 
-    return int(tensor_parallel.SHAPES[job["shape"]].vocab)
+    return int(random_model.SHAPES[job["shape"]].vocab)
 
 
 def shape_folder(job: dict[str, Any]) -> Path:
     """A folder with the config and a tokenizer of the random Llama."""
-    import tensor_parallel
+    import random_model
     from transformers import LlamaConfig
 
     from saccade.models.reference.tokenizer import build_tokenizer
 
     folder = Path(job["place"]) / job["shape"]
     if not (folder / "config.json").is_file():
-        shape = tensor_parallel.SHAPES[job["shape"]]
+        shape = random_model.SHAPES[job["shape"]]
         LlamaConfig(
             architectures=["LlamaForCausalLM"], vocab_size=shape.vocab, hidden_size=shape.hidden,
             intermediate_size=shape.inner, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
