@@ -370,7 +370,7 @@ class DeviceBackend(DeviceServing):
                 continue
             assert looks is not None
             try:
-                looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number])
+                looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number].clone())  # replays share it
             except Exception as error:  # one request's failure must not take the others down
                 row.result.error = f"decode: {type(error).__name__}: {error}"
 
