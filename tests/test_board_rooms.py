@@ -1,9 +1,15 @@
-"""``benchmarks/gpu/rooms.py``: what runs side by side need of each GPU, and what is made smaller."""
+"""``benchmarks/gpu/rooms.py``: what runs side by side need of each GPU, and what is made smaller; ``boards.sh``: what
+it starts and what it packs."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +75,78 @@ def test_lines_go_in_and_come_out(tmp_path):
     assert ran.stdout == "0\ta\t--together 24 --kv-memory 4GiB\n1\tb\t--together 16 --kv-memory 8GiB\n"
     assert "GPU 0: 12.0 GiB needed" in ran.stderr
     assert subprocess.run(words, input="0 a\n", capture_output=True, text=True, check=False).returncode == 1
+
+
+BOARDS = SCRIPT.with_name("boards.sh")
+STUB = """#!/usr/bin/env bash
+[ "$1" = benchmarks/gpu/rooms.py ] && exec {python} "$@"
+printf '%s\\n' "$*" >>"{words}"
+while [ "$1" != --out ]; do shift; done
+mkdir -p "$2/results/short" "$2/results/long" "$2/data"
+head -c 3000000 /dev/urandom >"$2/results/long/predictions.jsonl"
+head -c 3000000 /dev/urandom >"$2/data/samples.jsonl"
+echo '{{}}' | tee "$2/results/long/scores.jsonl" "$2/results/short/scores.jsonl" >"$2/results/short/predictions.jsonl"
+echo '{{}}' >"$2/placed.json"
+echo "dense (B, 4096 tokens): 1 of 1 settings" >&2
+sleep {rest}
+"""
+
+
+def ran(tmp_path: Path, rest: float, *names: str, **more: str) -> subprocess.Popen:
+    """``boards.sh`` over a stub of saccade that finishes a setting at once and then takes ``rest`` seconds more."""
+    stub = tmp_path / "python"
+    stub.write_text(STUB.format(python=sys.executable, words=tmp_path / "words", rest=rest))
+    stub.chmod(0o755)
+    given = {"S": "s.gguf", "Q": "q.gguf", "G": "g.gguf", "OUT": str(tmp_path / "out"), "EVERY": "0.2", **more}
+    given |= {"BOARDS": str(tmp_path / "boards"), "PYTHON": str(stub), "PATH": os.environ["PATH"]}
+    words = ["bash", str(BOARDS), "60", *names]
+    return subprocess.Popen(
+        words, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def names_in(archive: Path) -> set[str]:
+    with tarfile.open(archive) as packed:
+        return {one.name for one in packed if one.isfile()}
+
+
+def test_a_board_is_packed_without_samples_and_long_predictions(tmp_path):
+    process = ran(tmp_path, 0, "qlong", "1:q16k")
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    for name in ("qlong", "q16k"):
+        kept = {f"{name}.log", f"{name}/placed.json"}
+        kept |= {
+            f"{name}/results/{one}" for one in ("short/scores.jsonl", "short/predictions.jsonl", "long/scores.jsonl")
+        }
+        assert names_in(tmp_path / "out" / f"boards-{name}.tgz") == kept
+    assert "=== q16k on GPU 1: " in out
+    said = (tmp_path / "words").read_text()
+    assert said.count("--kv-memory") == 2
+    assert "--without psa, cuboids" in said
+
+
+def test_a_board_is_packed_as_soon_as_a_setting_is_finished(tmp_path):
+    """Where the call is cut short the archive is there already."""
+    process = ran(tmp_path, 30, "qlong")
+    archive = tmp_path / "out" / "boards-qlong.tgz"
+    try:
+        until = time.monotonic() + 20
+        while not archive.is_file() and time.monotonic() < until:
+            time.sleep(0.1)
+        assert process.poll() is None
+        assert "qlong/placed.json" in names_in(archive)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+
+
+def test_boards_that_share_a_gpu_are_made_smaller_before_they_start(tmp_path):
+    process = ran(tmp_path, 0, "qlong", "q16k", FREE="0=16.5")
+    _, error = process.communicate(timeout=60)
+    assert "GPU 0: 25.0 GiB needed by 2 runs (17.0 of keys and values), 16.5 free" in error
+    lines = sorted((tmp_path / "words").read_text().splitlines(), key=len)
+    assert [re.search(r"--together \d+ --kv-memory \S+", line)[0] for line in lines] == [
+        "--together 24 --kv-memory 2.5GiB",
+        "--together 24 --kv-memory 6GiB",
+    ]

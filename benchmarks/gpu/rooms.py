@@ -1,5 +1,5 @@
-"""Whether runs that share GPUs fit there: keys and values of all of them, and BESIDE for each. What does not fit is made
-smaller, ``--together`` and ``--kv-memory`` in proportion, and it is said what was needed and what is free.
+"""Whether runs that share GPUs fit there: keys and values of all of them, and BESIDE for each. What does not fit is
+made smaller, ``--together`` and ``--kv-memory`` in proportion, and it is said what was needed and what is free.
 
     printf '0\\tqlong\\t--together 48 --kv-memory 8GiB\\n' | python benchmarks/gpu/rooms.py --free 0=70
 
