@@ -150,3 +150,25 @@ def test_boards_that_share_a_gpu_are_made_smaller_before_they_start(tmp_path):
         "--together 24 --kv-memory 2.5GiB",
         "--together 24 --kv-memory 6GiB",
     ]
+
+
+def test_answers_are_sized_and_packed_without_samples(tmp_path):
+    stub = tmp_path / "python"
+    made = "mkdir -p {0}/kv/a__dense && echo {{}} | tee {0}/kv/a.jsonl {0}/kv/a__dense/scores.jsonl >/dev/null"
+    stub.write_text(
+        f'#!/usr/bin/env bash\n[[ "$1" == */rooms.py ]] && exec {sys.executable} "$@"\n'
+        f'[[ "$1" == */kv_*.py ]] && echo "$CUDA_VISIBLE_DEVICES $*" >>{tmp_path}/words && {made.format(tmp_path)}\n'
+    )
+    stub.chmod(0o755)
+    given = {"OUT": str(tmp_path / "out"), "RUNS": str(tmp_path), "PYTHON": str(stub), "PATH": os.environ["PATH"]}
+    given |= {"MODELS": "x/s x/q x/g", "GPUS": "0 1", "FREE": "0=12 1=139", "N": "8"}
+    words = ["bash", str(SCRIPT.with_name("run_all.sh")), "answers"]
+    subprocess.run(words, env=given, capture_output=True, text=True, check=True, timeout=120)
+    assert {one.name for one in (tmp_path / "out").glob("answers*")} == {"answers.tgz"}
+    assert names_in(tmp_path / "out" / "answers.tgz") == {"kv/a__dense/scores.jsonl"}
+    lines = (tmp_path / "words").read_text().splitlines()
+    assert len(lines) == 3 * 5
+    for line in lines:
+        on_first = "--model x/q" not in line
+        assert line.startswith("0 " if on_first else "1 ")
+        assert ("--together 16 --kv-memory 2GiB" if on_first else "--together 32 --kv-memory 4GiB") in line
