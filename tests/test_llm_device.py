@@ -17,8 +17,10 @@ from saccade.engine.device import attention as device_attention
 from saccade.engine.device import sampling as device_sampling
 from saccade.engine.messages import AddRequest
 from saccade.engine.observing import observing_logits
+from saccade.eval.drift.measure import run
 from saccade.methods.policy import Policy
 from saccade.outputs import finished
+from saccade.passage import Passage
 
 POLICIES = [
     "dense",
@@ -236,3 +238,21 @@ def test_one_who_looks_at_logits_and_fails_fails_that_request_alone(engines):
     assert "I will not look" in bad.error
     assert good.error is None
     assert [one["path"] for one in good.report["decode"]["paths"]] == ["recorded"]
+
+
+@pytest.mark.parametrize("policy", ["dense", "topk(k=24)", "arkvale(budget=96)", "streaming(sinks=2, window=40)"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_drift_is_what_it_is_on_the_own_path(engines, policy, weights):
+    """With an observer of calls, whose kernels are launched one by one, and without."""
+    ids = random_ids(203, seed=8)
+    given = Passage(tuple(ids), 196)
+    own, device = (run(one, given, Policy.parse(policy), weights=weights) for one in engines)
+    torch.testing.assert_close(device[0], own[0], atol=2e-4, rtol=1e-4)
+    assert device[1]["decode"]["density"] == pytest.approx(own[1]["decode"]["density"])
+    assert device[1]["decode"]["reads"] == pytest.approx(own[1]["decode"]["reads"])
+    kept = [one[1]["decode"]["kept"] for one in (own, device)]
+    if weights:
+        assert kept[1]["mean"] == pytest.approx(kept[0]["mean"], abs=1e-5)
+        assert kept[1]["least"]["weight"] == pytest.approx(kept[0]["least"]["weight"], abs=1e-5)
+    else:
+        assert kept == [None, None]
