@@ -15,7 +15,7 @@ import json
 import random
 from typing import Any, NamedTuple
 
-from kv_tasks import config_of
+from kv_tasks import config_of, give_back
 
 from saccade import LLM, SamplingParams
 from saccade.engine.core import new_request_id
@@ -95,8 +95,8 @@ def main() -> None:
     wanted = [request(number, asked.length) for number in range(asked.count)]
     first: list[bool] | None = None
     for format in asked.formats.split(","):
-        with load(config_of(asked, format), asked.together) as llm:
-            found = answers(llm, wanted, Policy.parse(asked.policy))
+        found = answered(asked, wanted, format)
+        give_back()
         calls = sum(one is not None for one in found)
         correct = [one == (ask.name, ask.arguments) for one, ask in zip(found, wanted)]
         first = correct if first is None else first
@@ -108,6 +108,12 @@ def main() -> None:
             f"{better}, {worse} |",
             flush=True,
         )
+
+
+def answered(asked: argparse.Namespace, wanted: list[Wanted], format: str) -> list[tuple[str, Any] | None]:
+    """The calls under ``format``. Its engine goes as this returns: the next one's keys take its room."""
+    with load(config_of(asked, format), asked.together) as llm:
+        return answers(llm, wanted, Policy.parse(asked.policy))
 
 
 def request(number: int, length: int) -> Wanted:

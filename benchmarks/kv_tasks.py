@@ -1,5 +1,6 @@
 """What storing keys and values in fewer bits does to answers: the same samples of ``saccade eval`` under each format, a
-row a task, paired with the first format's. A killed run goes on where it was.
+row a task, paired with the first format's. A killed run goes on where it was; ``--report`` makes the rows of what it
+has answered, without a model.
 
     python benchmarks/kv_tasks.py --model build/real/smollm2 --task natural:questions --task ruler:niah_single_1 \\
         --length 1024 --samples 50 --workers 2
@@ -10,13 +11,17 @@ A sample's score is the mean of its questions'; intervals draw samples, so quest
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import defaultdict
 from pathlib import Path
 
+import torch
+
 from saccade.engine.settings.config import EngineConfig
-from saccade.eval.results import PREDICTIONS, SCORES
+from saccade.eval.results import PREDICTIONS, SCORES, slug
 from saccade.eval.runner import given_by, prepare, run_policies
 from saccade.eval.samples import read_jsonl
+from saccade.eval.score import score_folder
 from saccade.eval.setting import computed, load
 from saccade.eval.stats import paired_difference
 
@@ -46,30 +51,62 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="512MiB", help="of each engine; more for samples that share steps")
     parser.add_argument("--limit", type=int, help="the first so many samples of each task")
     parser.add_argument("--out", type=Path, default=Path("eval-results/kv"))
+    parser.add_argument("--report", action="store_true", help="answer nothing: the rows of what lies in --out")
     asked = parser.parse_args()
-    given = given_by(asked.model, haystack=asked.haystack)
     name = f"{Path(asked.model).name}-{asked.length}-" + "+".join(task.replace(":", "-") for task in asked.task)
-    data = prepare(asked.out, asked.task, [asked.length], asked.samples, name=name, given=given)
+    data = asked.out / f"{name}.jsonl"
+    if not asked.report:
+        given = given_by(asked.model, haystack=asked.haystack)
+        data = prepare(asked.out, asked.task, [asked.length], asked.samples, name=name, given=given)
     found: dict[str, Scores] = {}
     for format in asked.formats.split(","):
-        config = config_of(asked, format)
-        with load(config, asked.together) as llm:
-            (folder,) = run_policies(
-                data,
-                llm,
-                config,
-                [asked.policy],
-                asked.out,
-                limit=asked.limit,
-                oracle="none",
-                workers=asked.workers,
-                together=asked.together,
-            )
+        folder = finished(asked, data, format) if asked.report else answered(asked, data, format)
+        if folder is None:
+            continue
+        give_back()
         found[format] = scores(folder)
         if len(found) > 1:
             report(*list(found)[:: len(found) - 1], found)
         else:
             head(asked, format)
+    if not found:
+        raise SystemExit(f"{asked.out} holds no answers to {data.name}")
+
+
+def answered(asked: argparse.Namespace, data: Path, format: str) -> Path:
+    """The folder of answers under ``format``. Its engine goes as this returns: the next one's keys take its room."""
+    config = config_of(asked, format)
+    with load(config, asked.together) as llm:
+        (folder,) = run_policies(
+            data,
+            llm,
+            config,
+            [asked.policy],
+            asked.out,
+            limit=asked.limit,
+            oracle="none",
+            workers=asked.workers,
+            together=asked.together,
+        )
+    return folder
+
+
+def finished(asked: argparse.Namespace, data: Path, format: str) -> Path | None:
+    """The folder of what was answered under ``format``, scored; None where there is none."""
+    head = f"{slug(Path(asked.model).name)}__{slug(asked.policy)}__"
+    tail = f"__{slug(data.stem)}" + ("" if format == "auto" else f"__{slug(format)}")
+    folders = [one for one in asked.out.glob(f"{head}*{tail}") if (one / PREDICTIONS).is_file()]
+    if not folders:
+        return None
+    score_folder(folders[0], data)
+    return folders[0]
+
+
+def give_back() -> None:
+    """What an engine held that is gone: memory of the device is kept for this process else."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def scores(folder: Path) -> Scores:

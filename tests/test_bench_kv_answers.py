@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from test_server_tool_formats import TEMPLATES, byte_level
 
-from saccade.eval.results import PREDICTIONS, SCORES
+from saccade.eval.answer import COUNTS
+from saccade.eval.haystack import PROSE
+from saccade.eval.results import CONFIG, PREDICTIONS, SCORES, file_hash, write_json
+from saccade.eval.runner import prepare
+from saccade.eval.sources import Given
 from saccade.models.tokenizer import Tokenizer
 from saccade.server.tool_formats import FORMATS, UNKNOWN
 
@@ -129,3 +135,71 @@ def test_scores_come_with_the_answers_of_their_sample(tasks, tmp_path):
     for name, rows in ((PREDICTIONS, predictions), (SCORES, scored)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert tasks.scores(tmp_path) == {"a": ("t", 0.5, ["1", "0"])}
+
+
+class Engine:
+    """Stands for an LLM that takes all of a GPU's memory."""
+
+    alive: ClassVar[list[weakref.ref]] = []
+
+    def __init__(self) -> None:
+        self.cycle = self
+        assert [one for one in self.alive if one() is not None] == [], "the one before still holds its memory"
+        self.alive.append(weakref.ref(self))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("script", ["kv_tasks", "kv_calls"])
+def test_an_engine_is_gone_before_the_next_one_is_made(script, monkeypatch, tmp_path):
+    module = imported(script, monkeypatch)
+    monkeypatch.setattr(Engine, "alive", [])
+    monkeypatch.setattr(module, "load", lambda config, together: Engine())
+    given = ["--model", "m", "--formats", "auto,int8,fp8"]
+    if script == "kv_tasks":
+        monkeypatch.setattr(module, "given_by", lambda *_, **__: None)
+        monkeypatch.setattr(module, "prepare", lambda *_, **__: tmp_path / "data.jsonl")
+        monkeypatch.setattr(module, "run_policies", lambda data, llm, *_, **__: [tmp_path])
+        monkeypatch.setattr(module, "scores", lambda folder: {"a": ("t", 1.0, ["x"])})
+        given += ["--task", "t", "--out", str(tmp_path)]
+    else:
+        monkeypatch.setattr(module, "answers", lambda llm, wanted, policy: [None] * len(wanted))
+        given += ["--count", "3"]
+    monkeypatch.setattr(sys, "argv", [script, *given])
+    module.main()
+    assert len(Engine.alive) == 3
+
+
+def test_rows_of_a_run_that_was_cut_short_need_no_model(tasks, tmp_path, monkeypatch, capsys):
+    """What is answered under both formats is compared, scored now where it was not."""
+
+    def count(text: str) -> int:
+        return len(text.split())
+
+    name = "m-1024-ruler-niah_single_1"
+    samples = prepare(tmp_path, ["ruler:niah_single_1"], [1024], 3, name=name, given=Given(count, None, None, PROSE))
+    ids = [json.loads(line)["id"] for line in samples.read_text().splitlines()]
+    answers = [json.loads(line)["turns"][0]["answers"][0] for line in samples.read_text().splitlines()]
+    for tail, said in (("", answers), ("__int8", [answers[0], "no"])):
+        folder = tmp_path / f"m__dense__A__{name}{tail}"
+        folder.mkdir()
+        cost = {phase: dict.fromkeys(COUNTS, 1) for phase in ("prefill", "decode")} | {"prompt_tokens": 9, "notes": []}
+        rows = [
+            {"id": one, "task": "ruler:niah_single_1", "length": 1024, "index": at, "protocol": "A", "context": None}
+            | {"error": None, "failed": False, "turns": [{"prediction": text, "finish": "stop", **cost}]}
+            for at, (one, text) in enumerate(zip(ids, said))
+        ]
+        (folder / PREDICTIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_json(folder / CONFIG, {"data": {"sha256": file_hash(samples)}, "protocol": "A"})
+    given = ["--model", "x/m", "--task", "ruler:niah_single_1", "--length", "1024", "--out", str(tmp_path), "--report"]
+    monkeypatch.setattr(sys, "argv", ["kv_tasks", *given, "--formats", "auto,int8,fp8"])
+    tasks.main()
+    (row,) = capsys.readouterr().out.splitlines()[3:]
+    assert "| 2 | 2 | 100.0 | int8 | 50.0 | -50.00" in row
+    monkeypatch.setattr(sys, "argv", ["kv_tasks", *given, "--formats", "bf16"])
+    with pytest.raises(SystemExit, match="holds no answers"):
+        tasks.main()

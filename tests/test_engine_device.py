@@ -271,7 +271,10 @@ def test_who_is_not_served_is_told_why(runner):
         assert "read everything" in reason(policy, phase="prefill")
     assert "log-probabilities" in reason("dense", scored=((40, 5),))
     device.watch.logits = lambda request, position, row: None
-    assert reason("dense") == "an observer looks at the logits of decode rows"
+    assert reason("dense") is None
+    own, device.lead = device.lead, object()  # that of several ranks
+    assert reason("dense") == "an observer looks at the logits of decode rows, of which the other ranks know nothing"
+    device.lead = own
     device.watch.logits = None
     assert "window" in reason("arkvale+psaw(start_layer=1)")
     assert "share of the weight" in reason("topp")

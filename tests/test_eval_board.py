@@ -106,6 +106,22 @@ def test_the_search_ends_at_what_cannot_be_had():
     assert nearest(1, lambda at: 0.5, 0.1, 0).at == 0
 
 
+def test_a_target_that_windows_put_out_of_reach_costs_few_probes():
+    """Gemma-3-270M at 16K: most layers read their window at every setting, three of 18 what the dial says."""
+    for step, first, target in ((0.06, 60, 0.0156), (None, 50, 0.25)):
+        densities = [0.028 + 0.167 * (1 - exp(-at / 12)) ** 2 for at in range(100)]
+        found = nearest(100, densities.__getitem__, target, first, step)
+        assert found.at == (0 if target < 0.028 else 99)
+        assert len(found.density) <= 4
+
+
+def test_a_plateau_before_the_target_does_not_end_the_search():
+    densities = [0.02] * 60 + [0.02 * exp(0.1 * at) for at in range(40)]
+    for step in (None, 0.1):
+        found = nearest(100, densities.__getitem__, 0.25, 10, step)
+        assert found.density[found.at] == pytest.approx(0.25, rel=0.12)
+
+
 def test_between_two_settings_a_sample_moves_on_a_straight_line():
     points = [Point(0.1, 0.05, {"a": 1.0, "b": 0.0}), Point(0.4, 0.2, {"a": 0.0, "b": 1.0, "c": 1.0})]
     found = at_equal(points, 0.2, logs=True)

@@ -12,8 +12,15 @@ from engine_helpers import finish, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.core import new_request_id
 from saccade.engine.device import attention as device_attention
 from saccade.engine.device import sampling as device_sampling
+from saccade.engine.messages import AddRequest
+from saccade.engine.observing import observing_logits
+from saccade.eval.drift.measure import run
+from saccade.methods.policy import Policy
+from saccade.outputs import finished
+from saccade.passage import Passage
 
 POLICIES = [
     "dense",
@@ -190,3 +197,62 @@ def test_one_failure_costs_one_step(folder, monkeypatch, error):
     backends = output.report["decode"]["backends"]
     assert backends.pop("triton") == 2 * 2  # steps, layers
     assert sum(backends.values()) == 2
+
+
+@pytest.mark.parametrize("policy", ["dense", "topk(k=24)", "arkvale(budget=96)", "psa(epsilon=0.4, microbatch=1)"])
+def test_logits_are_looked_at_in_recorded_steps(engines, policy):
+    """Those of forced rows and of answers are the row path's; the steps are the device's, as without an observer."""
+    ids, shown, reports = random_ids(200, seed=6), [], []
+    for one in engines:
+        seen: dict[int, torch.Tensor] = {}
+        message = AddRequest(new_request_id(), ids, FEW, Policy.parse(policy), decoded=6)
+
+        def look(request: int, position: int, row: torch.Tensor, seen: dict[int, torch.Tensor] = seen) -> None:
+            seen[position] = row.clone()
+
+        with observing_logits(one.engine, look), one.loop.asked([message]) as streams:
+            (outcome,) = finished(streams)
+        assert outcome.error is None
+        shown.append(seen)
+        reports.append(outcome.report)
+    assert list(shown[0]) == list(shown[1]) == list(range(194, 203))
+    for position, row in shown[0].items():
+        torch.testing.assert_close(shown[1][position], row, atol=2e-4, rtol=1e-4)
+    assert set(reports[1]["decode"]["backends"]) == {"triton"}
+    assert [one["path"] for one in reports[1]["decode"]["paths"]] == ["recorded"]
+    same(reports)
+
+
+def test_one_who_looks_at_logits_and_fails_fails_that_request_alone(engines):
+    _, batched = engines
+    messages = [AddRequest(new_request_id(), random_ids(60, seed=seed), FEW, Policy()) for seed in (3, 4)]
+
+    def look(request: int, position: int, row: torch.Tensor) -> None:
+        if request == messages[0].request_id and position == 61:
+            raise ValueError("I will not look")
+
+    told = pytest.warns(RuntimeWarning, match="I will not look")
+    with told, observing_logits(batched.engine, look), batched.loop.asked(messages) as streams:
+        bad, good = finished(streams)
+    assert bad.error is not None
+    assert "I will not look" in bad.error
+    assert good.error is None
+    assert [one["path"] for one in good.report["decode"]["paths"]] == ["recorded"]
+
+
+@pytest.mark.parametrize("policy", ["dense", "topk(k=24)", "arkvale(budget=96)", "streaming(sinks=2, window=40)"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_drift_is_what_it_is_on_the_own_path(engines, policy, weights):
+    """With an observer of calls, whose kernels are launched one by one, and without."""
+    ids = random_ids(203, seed=8)
+    given = Passage(tuple(ids), 196)
+    own, device = (run(one, given, Policy.parse(policy), weights=weights) for one in engines)
+    torch.testing.assert_close(device[0], own[0], atol=2e-4, rtol=1e-4)
+    assert device[1]["decode"]["density"] == pytest.approx(own[1]["decode"]["density"])
+    assert device[1]["decode"]["reads"] == pytest.approx(own[1]["decode"]["reads"])
+    kept = [one[1]["decode"]["kept"] for one in (own, device)]
+    if weights:
+        assert kept[1]["mean"] == pytest.approx(kept[0]["mean"], abs=1e-5)
+        assert kept[1]["least"]["weight"] == pytest.approx(kept[0]["least"]["weight"], abs=1e-5)
+    else:
+        assert kept == [None, None]

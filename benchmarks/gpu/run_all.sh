@@ -11,9 +11,12 @@
 #   MODELS     folders or .gguf files, with blanks between; they run beside each other, dealt out to the GPUs
 #   GPUS       those that MODELS are dealt out to (all)
 #   TEXT       a book; without, no perplexity        N            samples of each kind of task (400)
-#   FORMATS    kv_dtypes (auto,int8,fp8)             KV_MEMORY    of each engine (8GiB)
-#   TOGETHER   samples in a step (32)                TRAIN        seconds that the hybrid trains (120)
-#   DEVICE     cuda, or cpu to try a run
+#   FORMATS    kv_dtypes (auto,int8,fp8)             KV_MEMORY    of each engine (what TOGETHER samples of 5,120 tokens
+#   TOGETHER   samples in a step (32)                             of SmolLM2 take, the most of S, Q and G: 4GiB)
+#   TRAIN      seconds that the hybrid trains (120)  DEVICE       cuda, or cpu to try a run
+#   KEEP       1: the hybrid's checkpoint goes to $OUT/hybrid, which may be too large to come back
+# Answers go on from RUNS; what is finished of them is packed into $OUT/answers.tgz after every part, without samples.
+# Models that share a GPU are counted by rooms.py before they start, and made smaller where it has less free.
 set -u
 LIMIT="${LIMIT:-100000}"
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -38,19 +41,37 @@ part() { # name, seconds, command...
 
 read -ra gpus <<<"${GPUS:-$("$python" -c 'import torch; print(*range(max(1, torch.cuda.device_count())))' 2>/dev/null || echo 0)}"
 N="${N:-400}" runs="${RUNS:-runs}"
-shared=(--device "${DEVICE:-cuda}" --kv-memory "${KV_MEMORY:-8GiB}" --together "${TOGETHER:-32}")
-shared+=(--formats "${FORMATS:-auto,int8,fp8}")
-tasks=("$python" benchmarks/kv_tasks.py "${shared[@]}" --out "$runs/kv")
+TOGETHER="${TOGETHER:-32}"
+KV_MEMORY="${KV_MEMORY:-$((TOGETHER * 5120 * 23040 / 1024 ** 3 + 1))GiB}" # SmolLM2: 23,040 bytes a token in 16 bits
+sized() { # --together and --kv-memory of all that follow
+    shared=(--device "${DEVICE:-cuda}" "$@" --formats "${FORMATS:-auto,int8,fp8}")
+    tasks=("$python" benchmarks/kv_tasks.py "${shared[@]}" --out "$runs/kv")
+}
+sized --together "$TOGETHER" --kv-memory "$KV_MEMORY"
+
+pack_answers() { # what is finished; predictions as far as there is room for them in an archive of 16 MiB
+    local place="$OUT/answers.tgz" made more
+    made="$place.$BASHPID.part"
+    [ -d "$runs/kv" ] || return
+    for more in none predictions.jsonl; do
+        tar cz -C "$runs" --exclude="$more" --no-wildcards-match-slash --exclude='kv/*.jsonl' kv >"$made" 2>/dev/null
+        [ "$(stat -c %s "$made")" -lt $((16 * 1024 * 1024)) ] && break
+    done
+    mv "$made" "$place"
+}
 
 answers() { # model, name: N samples of each group of tasks, what matters most first
     part "long-$2" 240 "${tasks[@]}" --model "$1" --length 2048 --samples $(((N + 3) / 4)) \
         --task long:copying --task long:sorting --task long:arithmetic --task long:tracing
+    pack_answers
     part "calls-$2" 120 "$python" benchmarks/kv_calls.py "${shared[@]}" --model "$1" --count "$N" --length 512
     part "ruler-$2" 200 "${tasks[@]}" --model "$1" --length 4096 --samples $(((N + 6) / 7)) --task ruler:niah_single_1 \
         --task ruler:niah_single_2_prose --task ruler:niah_single_3_prose --task ruler:niah_multikey_1_prose \
         --task ruler:niah_multivalue_prose --task ruler:niah_multiquery_prose --task ruler:niah_multikey_2
+    pack_answers
     part "facts-$2" 150 "${tasks[@]}" --model "$1" --length 2048 --samples "$N" --task natural:facts
     part "questions-$2" 100 "${tasks[@]}" --model "$1" --length 2048 --samples $(((N + 7) / 8)) --task natural:questions
+    pack_answers
     [ -z "${TEXT:-}" ] || part "drift-$2" 100 "$python" benchmarks/kv_accuracy.py --model "$1" --dtype bfloat16 \
         --device "${DEVICE:-cuda}" --text "$TEXT" --length 2048 --windows 10 --formats "auto;int8;fp8"
 }
@@ -75,17 +96,22 @@ for name in $wanted; do
         answers)
             : "${MODELS:?folders of pretrained models}"
             at=0
-            for model in $MODELS; do # beside each other, dealt out to the GPUs there are
-                CUDA_VISIBLE_DEVICES="${gpus[at++ % ${#gpus[@]}]}" answers "$model" "$(basename "$model")" &
-            done
+            lines="$(for model in $MODELS; do # beside each other, dealt out to the GPUs there are
+                printf '%s\t%s\t%s\n' "${gpus[at++ % ${#gpus[@]}]}" "$model" "--together $TOGETHER --kv-memory $KV_MEMORY"
+            done | "$python" "$here/rooms.py" ${FREE:+$(printf -- '--free %s ' $FREE)})" || continue
+            while IFS=$'\t' read -r gpu model words; do
+                # shellcheck disable=SC2086
+                (sized $words && CUDA_VISIBLE_DEVICES="$gpu" answers "$model" "$(basename "$model")") </dev/null &
+            done <<<"$lines"
             wait ;;
-        hybrid) # trained here for TRAIN seconds; its checkpoint goes to $OUT/hybrid
+        hybrid) # trained here for TRAIN seconds
             part train $((${TRAIN:-120} + 150)) "$python" -m train.reference --hybrid --size H --out "$runs/h" \
                 --batch 65536 --paced --minutes "$(awk "BEGIN { print ${TRAIN:-120} / 60 }")" --longest 4096 \
                 --device "${DEVICE:-cuda}"
-            cp -r "$runs/h/checkpoint" "$OUT/hybrid"
+            [ -z "${KEEP:-}" ] || cp -r "$runs/h/checkpoint" "$OUT/hybrid"
             part tasks-hybrid 200 "${tasks[@]}" --model "$runs/h/checkpoint" --length 2048 --samples "$((N / 5))" \
-                --task single --task multikey --task table_copy --task span_copy --task vt ;;
+                --task single --task multikey --task table_copy --task span_copy --task vt
+            pack_answers ;;
         needle) # 128K tokens, four facts a text
             part needle 150 "${tasks[@]}" --model retriever --length 131072 --samples 10 --together 2 \
                 --task facts:shared ;;

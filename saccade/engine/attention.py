@@ -20,7 +20,7 @@ class Watch:
     """Who looks on: they see what every step runs, on whichever backend."""
 
     observer: Observer | None = None  # see engine.observe
-    logits: LogitsObserver | None = None  # see engine.observe; the worker shows decode rows to it
+    logits: LogitsObserver | None = None  # see engine.observe; backends show decode rows to it
     clock: Clock | None = None  # see engine.clock
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
     audits: Mapping[int, RowAudit] = field(default_factory=dict)  # of this step's rows, by request; they change nothing
@@ -38,7 +38,12 @@ class Watch:
     @property
     def idle(self) -> bool:
         """Whether there is no observer."""
-        return self.clock is None and self.logits is None and not self.sees_calls
+        return self.logits is None and not self.looks_within
+
+    @property
+    def looks_within(self) -> bool:
+        """Whether a clock or an observer looks at what happens within a step. Logits are there once it is over."""
+        return self.clock is not None or self.sees_calls
 
     @property
     def sees_calls(self) -> bool:

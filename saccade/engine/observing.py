@@ -35,8 +35,8 @@ def observing_logits(engine: Engine, observer: LogitsObserver) -> Iterator[None]
     """Call ``observer`` with the logits of every decode row of ``engine`` within the block, those of forced tokens too,
     from which no token is chosen. They lie on the model's device. What it raises fails the requests of the pass.
 
-    Decode rows run on the row path meanwhile, a GPU's too. Rows that are computed again after a preemption are seen
-    again. Observers nest: each block restores the one before.
+    Decode rows run as they do without it, in recorded steps on a GPU, none of which is launched ahead meanwhile. Rows
+    that are computed again after a preemption are seen again. Observers nest: each block restores the one before.
     """
     watch = engine.watch
     before, watch.logits = watch.logits, observer

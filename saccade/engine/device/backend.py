@@ -103,6 +103,12 @@ class DeviceBackend(DeviceServing):
             self.forget_ahead()
         return found
 
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """See DeviceServing."""
+        if self.watch.logits is not None and not isinstance(self.lead, OwnLead):
+            return "an observer looks at the logits of decode rows, of which the other ranks know nothing"
+        return super().serves(step, index, memory)
+
     def plan(
         self,
         step: StepInput,
@@ -166,6 +172,7 @@ class DeviceBackend(DeviceServing):
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if (reason := self._tiers.settle(_rows(placed))) is not None:
                 raise StepShortError(reason)
+            self._show(kind, placed)
         except StepShortError:
             self._clean_up(counted)
             raise
@@ -249,7 +256,7 @@ class DeviceBackend(DeviceServing):
             offers = self._tiers.prepare(pool, _rows(placed)) if key.absent else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
-        watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
+        watch = StepWatch(self.watch, placed, self.runner.device) if self.watch.looks_within else None
         if not self.watch.replays.isdisjoint(step.request_ids) and not key.prefill and times == 1:
             self._dense, self.fresh = self._replays.run(pool, len(placed), key.longest, buffers), True
         kind, forward = self._kind(pool, key, groups, buffers, offers, watch)
@@ -355,11 +362,23 @@ class DeviceBackend(DeviceServing):
         choice.write(tokens, self.runner.spec.vocab_size)
         self._ahead = Ahead.of(launched, placed, tokens, dense)
 
+    def _show(self, kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
+        """Show the logits of decode rows to those who look at them. What they raise fails the request alone."""
+        looks = self.watch.logits
+        for number, row in enumerate(placed if looks is not None else ()):
+            if row is None or row.result.error is not None or row.scheduled.phase != "decode":
+                continue
+            assert looks is not None
+            try:
+                looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number].clone())  # replays share it
+            except Exception as error:  # one request's failure must not take the others down
+                row.result.error = f"decode: {type(error).__name__}: {error}"
+
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice = row.scheduled, row.plan.summarized
         row.kv.appended(times * one.length)
-        row.result.path = Path(RECORDED if self.watch.idle else EAGER)
+        row.result.path = Path(EAGER if self.watch.looks_within else RECORDED)
         if one.phase == "prefill":
             return
         if choice is not None and one.stop // choice.size > one.start // choice.size:
@@ -371,7 +390,7 @@ class DeviceBackend(DeviceServing):
             return
         counts = self._rooms.counts.rows[number]
         whole = row.plan.keeps and self._rooms.stored(row, one.stop if times > 0 else one.start)
-        backend = "triton" if self.watch.idle else "triton (eager)"
+        backend = "triton (eager)" if self.watch.looks_within else "triton"
         everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
         if everything and not one.policy.decode.means_dense:
             row.result.note(ran_dense("decode", row.plan.method))

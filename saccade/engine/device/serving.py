@@ -43,8 +43,6 @@ class DeviceServing:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        if self.watch.logits is not None:
-            return "an observer looks at the logits of decode rows"
         if one.request_id in self.watch.bounds:
             return "bounds of its errors are wanted"
         if self.runner.spec.value_dim is not None and one.request_id in self.watch.audited:
@@ -57,7 +55,7 @@ class DeviceServing:
         if memory.kv.pool.absent:
             if memory.kv.pool.shares_layers:
                 return "layers read others' KV blocks, which may not be resident"
-            if not self.watch.idle and not memory.kv.resident:
+            if self.watch.looks_within and not memory.kv.resident:
                 return "an observer looks on, and some of its KV blocks are not resident"
             if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
                 return reason

@@ -11,6 +11,7 @@ from math import exp, log
 SEARCHED = 0.04  # a setting this near its target ends the search: share of the target
 MATCHED = 0.12  # a row this far from its budget still counts as of that budget
 PROBES = 8
+HARDLY = 0.1  # of what is left to the target: a move that took less off it
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,15 @@ def nearest(count: int, measure: Callable[[int], float], target: float, first: i
     """Search settings ``0 .. count - 1``, sparsest first, for the one whose measured density is nearest ``target``.
 
     At most PROBES are measured. Between two that lie on both sides the next is where a straight line through their
-    logarithms says; on one side ``step`` (see Dial) says how far, or half of what is left is taken. Densities need not
-    rise strictly: equal ones only cost a probe.
+    logarithms says; on one side ``step`` (see Dial) says how far, or half of what is left is taken. Where that hardly
+    helped the last setting is next: no other one reaches a target that it does not, as where layers read a window
+    whatever the dial says. Densities need not rise strictly: equal ones only cost a probe.
     """
     low, high, at = 0, count - 1, min(max(first, 0), count - 1)
     done: dict[int, float] = {}
     below: int | None = None
     above: int | None = None
+    left: float | None = None  # on one side: how far from the target the setting before was, in logarithms
     while True:
         done[at] = density = max(measure(at), 1e-9)
         if distance(density, target) <= SEARCHED or len(done) == PROBES:
@@ -51,10 +54,13 @@ def nearest(count: int, measure: Callable[[int], float], target: float, first: i
             rise = log(done[above] / done[below])
             part = log(target / done[below]) / rise if rise > 0 else 0.5
             wanted = round(below + part * (above - below))
+        elif left is not None and left - abs(log(target / density)) < HARDLY * left:
+            wanted = high if density < target else low
         elif step is not None:
             wanted = at + round(log(target / density) / step)
         else:
             wanted = (low + high) // 2
+        left = abs(log(target / density))
         at = min(max(wanted, low), high)
     best = min(done, key=lambda one: (distance(done[one], target), one))
     return Found(best, done)
