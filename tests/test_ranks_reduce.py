@@ -231,3 +231,9 @@ def test_counts_of_ranks_whose_heads_read_unlike():
     layer = LayerStats()
     layer.plus(stats)
     assert (layer.pairs().tolist(), layer.rounding, layer.certified) == ([9, 9, 4, 7], 0.5, {"bounds": 1, "exact": 2})
+
+
+def test_a_joined_call_keeps_the_greatest_rounding():
+    call = CallCount(0, Dense(Shape(2, 2, 1, 9, 8)), Cost(rounding=0.1), "triton")
+    told = [counts._Told(torch.tensor([9, 9]), Cost(rounding=rounding), None) for rounding in (0.1, None, 0.3)]
+    assert counts._joined(call, told, HeadPart(0, 3)).cost.rounding == 0.3

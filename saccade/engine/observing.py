@@ -33,7 +33,8 @@ def observing(engine: Engine, observer: Observer) -> Iterator[None]:
 @contextmanager
 def observing_logits(engine: Engine, observer: LogitsObserver) -> Iterator[None]:
     """Call ``observer`` with the logits of every decode row of ``engine`` within the block, those of forced tokens too,
-    from which no token is chosen. They lie on the model's device. What it raises fails the requests of the pass.
+    from which no token is chosen. They lie on the model's device. What it raises fails the row's
+    request, on the row path all requests of the pass.
 
     Decode rows run as they do without it, in recorded steps on a GPU, none of which is launched ahead meanwhile. Rows
     that are computed again after a preemption are seen again. Observers nest: each block restores the one before.

@@ -101,13 +101,10 @@ def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> 
     for one, moves in zip(step.scheduled, tiered):
         found = result.requests[one.request_id]
         if moves and found.is_good and not found.rows and not found.stay:
-            called, total = DeviceCounts(), LateOfAll()
-            for call in found.calls:
-                called.add(call)
-            for counts in (called, *(late.take() for late in found.late.values())):
-                for layer in counts.layers.values():
-                    layer.rest()
-                total.add([counts])
+            called, total = KeptCalls(), LateOfAll()
+            called.add(found.calls)
+            for late in (called, *found.late.values()):
+                total.add([late.take()])
             found.calls, found.late = [], {("ranks", one.phase): total}
 
 
@@ -155,7 +152,7 @@ def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequen
     devices."""
     if all(one.policy == DENSE for one in step.scheduled):
         return []
-    rows, late = _rows(step, result, good), dict[tuple[int, Hashable], DeviceCounts]()
+    rows, late = _rows(step, result, good), {}
     for one, stood in zip(step.scheduled, good):
         if stood:
             for name, counts in result.requests[one.request_id].late.items():
@@ -226,6 +223,7 @@ def _joined(call: CallCount, parts: Sequence[_Told], heads: HeadPart) -> CallCou
         searches=sum(searches) if searches else None,
         notes=list(dict.fromkeys(note for one in costs for note in one.notes)),
         certified=dict(sum((Counter(one.certified) for one in costs), Counter())),
+        rounding=max((one.rounding for one in costs if one.rounding is not None), default=None),
     )
     coverage = [part.coverage for part in parts if part.coverage is not None]
     shape = _wide(call.used.shape, len(parts))
@@ -252,12 +250,11 @@ def _stats(parts: Sequence[LayerStats], heads: HeadPart) -> LayerStats:
             [torch.zeros(part.heads, dtype=torch.int64) if one is None else one for part, one in zip(parts, counted)]
         )
         even = 0
-    rounding = [part.rounding for part in parts if part.rounding is not None]
     return replace(
         own,
         attended=attended,
         even=even,
-        rounding=max(rounding, default=None),
+        rounding=max((part.rounding for part in parts if part.rounding is not None), default=None),
         heads=sum(part.heads for part in parts),
         scored=round(sum(part.scored for part in parts) / ranks),  # of each head
         estimated=round(sum(part.estimated for part in parts) / ranks),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.steps.step import CallCount, ReadPairs
+from saccade.methods.base import Cost
 from saccade.ops.pairs import pairs as pairs_of
 
 _SUMS = (
@@ -81,10 +82,7 @@ class LayerStats:
             self.covered += sum(estimates)
             self.estimates += len(estimates)
             self.least_covered = min(self.least_covered, *estimates)
-        if cost.rounding is not None:
-            self.rounding = cost.rounding if self.rounding is None else max(self.rounding, cost.rounding)
-        for name, heads in cost.certified.items():
-            self.certified[name] = self.certified.get(name, 0) + heads
+        self._certify(cost)
 
     def plus(self, other: LayerStats) -> None:
         """Count the calls that ``other`` has counted."""
@@ -92,13 +90,16 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.heads, self.units = other.heads, max(self.units, other.units)
         self.least_covered = min(self.least_covered, other.least_covered)
-        for name, heads in other.certified.items():
-            self.certified[name] = self.certified.get(name, 0) + heads
-        if other.rounding is not None:
-            self.rounding = other.rounding if self.rounding is None else max(self.rounding, other.rounding)
+        self._certify(other)
         if other.attended is not None:
             have, more = self.attended, other.attended
             self.attended = more if have is None else have + more.to(have.device)
+
+    def _certify(self, more: Cost | LayerStats) -> None:
+        for name, heads in more.certified.items():
+            self.certified[name] = self.certified.get(name, 0) + heads
+        if more.rounding is not None:
+            self.rounding = more.rounding if self.rounding is None else max(self.rounding, more.rounding)
 
     def pairs(self) -> Tensor | None:
         """int64 [heads]: pairs that each query head attended to; None before the first call."""

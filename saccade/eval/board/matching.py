@@ -42,6 +42,7 @@ def nearest(count: int, measure: Callable[[int], float], target: float, first: i
     left: float | None = None  # on one side: how far from the target the setting before was, in logarithms
     while True:
         done[at] = density = max(measure(at), 1e-9)
+        now = abs(log(target / density))
         if distance(density, target) <= SEARCHED or len(done) == PROBES:
             break
         if density < target:
@@ -54,13 +55,13 @@ def nearest(count: int, measure: Callable[[int], float], target: float, first: i
             rise = log(done[above] / done[below])
             part = log(target / done[below]) / rise if rise > 0 else 0.5
             wanted = round(below + part * (above - below))
-        elif left is not None and left - abs(log(target / density)) < HARDLY * left:
+        elif left is not None and left - now < HARDLY * left:
             wanted = high if density < target else low
         elif step is not None:
             wanted = at + round(log(target / density) / step)
         else:
             wanted = (low + high) // 2
-        left = abs(log(target / density))
+        left = now
         at = min(max(wanted, low), high)
     best = min(done, key=lambda one: (distance(done[one], target), one))
     return Found(best, done)

@@ -265,11 +265,8 @@ def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | N
 
 def _fastest(fit: Sequence[Tried]) -> dict[str, Tried]:
     """Of each phase that there is one of, the fastest."""
-    best: dict[str, Tried] = {}
-    for one in fit:
-        if one.phase not in best or one.seconds < best[one.phase].seconds:
-            best[one.phase] = one
-    return {phase: best[phase] for phase in ("prefill", "decode") if phase in best}
+    own = {phase: [one for one in fit if one.phase == phase] for phase in ("prefill", "decode")}
+    return {phase: min(some, key=lambda one: one.seconds) for phase, some in own.items() if some}
 
 
 def _rounding(llm: LLM, config: EngineConfig, passage: Passage, dense: Tensor, note: Say) -> float | None:
