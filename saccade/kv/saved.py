@@ -32,7 +32,7 @@ class SavedKV:
     def check(self, pool: BlockManager) -> None:
         """Raise SaccadeError unless ``pool`` can take this in. Block sizes may differ."""
         # where nothing is written of them
-        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "value_dim": None, "others": []}
+        plain: dict[str, Any] = {"k_rows": AUTO.name, "v_rows": AUTO.name, "value_dim": None, "others": []}
         plain |= {"turned": False, "balanced": False}
         stored, own = plain | self.metadata, plain | described(pool)
         for name, here in own.items():
