@@ -68,7 +68,7 @@ def turns_of_modules(layers: Sequence[Any], family: Family, config: Any) -> list
         query, key = (getattr(getattr(module, name, None), "bias", None) for name in ("q_proj", "k_proj"))
         normed = any(getattr(module, name, None) is not None for name in ("k_norm", "k_layernorm"))
         still = normed or family.rotary is None or family.some_layers_unrotated
-        if still or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        if module is None or still or not isinstance(query, Tensor) or not isinstance(key, Tensor):
             turns.append(PLAIN)
             continue
         size = int(module.head_dim)
