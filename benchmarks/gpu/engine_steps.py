@@ -27,7 +27,7 @@ from saccade.engine.memory.sequence import Sequence
 from saccade.engine.request import Request
 from saccade.engine.rows.calls import Setting
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.scheduling.scheduler import next_rows, step_input
+from saccade.engine.scheduling.step_rows import next_rows, step_input
 from saccade.engine.steps.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage

@@ -17,9 +17,10 @@ from saccade.eval.board import origin
 from saccade.eval.board.entries import EXCLUDED, KINDS
 from saccade.eval.board.equal import DRIFTS, RECALLS, Equal, equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.grid import Grid
+from saccade.eval.board.jobs import Placed
 from saccade.eval.board.matching import MATCHED
 from saccade.eval.board.pictures import drift_panel, marker, panels
-from saccade.eval.board.play import Placed, refuse_weak
+from saccade.eval.board.play import refuse_weak
 from saccade.eval.board.rows import Row, fold
 from saccade.eval.plots import in_k
 from saccade.eval.stats import Interval
