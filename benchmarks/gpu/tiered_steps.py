@@ -19,48 +19,21 @@ os.environ.setdefault("LONGEST", str(1 << 20))
 import torch
 from engine_steps import CHUNK, Bench
 from harness import profile, say
-from torch import Tensor
 
-from saccade.bench.generate_kv import TAIL, plant
+from saccade.bench.generate_kv import TAIL, Filling, run_tail
 from saccade.engine.device.ahead import Ahead
 from saccade.engine.request import Request
 from saccade.engine.scheduling.batch_control import BatchControl
 from saccade.engine.scheduling.scheduler import Scheduler
-from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
+from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.host import HostTier
 from saccade.kv.row_formats import AUTO, RowFormat
-from saccade.models.interface import LayerAttention, ModelSpec, Segment
-from saccade.ops import attend
+from saccade.models.interface import ModelSpec
 from saccade.ops.movers import row_mover
 
 SHAPE = KVFormat(torch.bfloat16, 8, 128)
 PIECE = 1 << 15  # tokens of made-up KV at a time
 PROFILED = 8  # steps
-
-
-class Filling:
-    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
-    piece of it."""
-
-    def __init__(self, kv: SequenceKV, past: int, summaries: Sequence[tuple[str, int]]) -> None:
-        self.kv, self.past, self.summaries = kv, past, summaries
-        self.layout, self.device = kv.pool.format, kv.pool.storage.device
-        self.generator = torch.Generator(self.device).manual_seed(past)
-
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        for start in range(0, self.past, PIECE):
-            with torch.device(self.device):
-                made = plant(q, min(PIECE, self.past - start), self.layout.kv_heads, spec.scale, self.generator)
-            past_k, past_v = (part.to(self.layout.dtype) for part in made)
-            self.kv.append(layer, past_k, past_v)
-            for kind, size in self.summaries:
-                self.kv.view(layer).summary(kind, size)  # while they are at hand
-        self.kv.append(layer, k, v)
-        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
-        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
 
 
 class Tiered(Bench):
@@ -114,11 +87,7 @@ class Tiered(Bench):
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.kv
         kv.reserve(tokens)
-        ids = torch.tensor(sequence.tokens[past:])
-        self.worker.runner.run(
-            ids, torch.arange(past, tokens), Filling(kv, past, self.summaries), segments=[Segment(0, TAIL, tokens)],
-            logit_rows=torch.empty(0, dtype=torch.long),
-        )  # fmt: skip
+        run_tail(self.worker.runner, sequence.tokens, Filling(kv, past, PIECE, past, summaries=self.summaries))
         kv.truncate(tokens - self.computed)
         sequence.filled(tokens - self.computed)
         self.prefill(request)
