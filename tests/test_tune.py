@@ -15,9 +15,8 @@ from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
 from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
-from saccade.eval.tune.limits import BELOW_ROUNDING, Limits
 from saccade.eval.tune.page import table
-from saccade.eval.tune.study import tune
+from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
 from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models import tuned as files

@@ -16,20 +16,23 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.pays import Untimed, lengths_of, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.drift.recommend import BOUND
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
 from saccade.eval.setting import load
 from saccade.eval.stats import STRETCH, stretch_interval
 from saccade.eval.tune.ladders import LADDERS, Ladder
-from saccade.eval.tune.limits import ROUNDING, Limits, is_safe
 from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
+from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models.head_order import HeadDensities, gains
 from saccade.models.tuned import Tuned, keep_tuned, place_of
 from saccade.models.tuned_heads import keep_heads
 from saccade.passage import Passage
 
+BOUND = 0.02  # nats
+BELOW_ROUNDING = 0.03  # of tokens, that may agree fewer than bfloat16's rounding leaves
+UNTRIED = 0.5  # of both bounds, for policies that were not held over other texts: these may ask for more
+ROUNDING = 0.98  # what that is taken to leave where it is not measured
 SHARE = 0.8  # of the free memory, that a second copy of the model may take
 TIMING = 0.3  # of the time, that is kept for timing
 
@@ -74,6 +77,33 @@ class Found:
     said: str
     file: Path | None
     heads: Path | None = None
+
+
+class Limits:
+    """What a policy may drift by: the upper end of its KL at most ``bound``, and as many tokens agree as bfloat16's
+    ``rounding`` leaves, less BELOW_ROUNDING. The safe preset, which was held over other texts on other models
+    (docs/results/choosing-tables.md), may use all of that here, others UNTRIED of it: one text says little of the
+    next."""
+
+    def __init__(self, bound: float, rounding: float | None) -> None:
+        self.bound, self.rounding = bound, ROUNDING if rounding is None else rounding
+
+    def why_not(self, policy: Policy, kl: float, high: float, agree: float) -> str | None:
+        """What speaks against ``policy``, whose KL in nats (its mean and upper end) and agreement these are."""
+        share = 1.0 if _is_safe(policy) else UNTRIED
+        bound, least = share * self.bound, self.rounding - share * BELOW_ROUNDING
+        if high > bound:
+            return f"KL {kl:.3f}, up to {high:.3f}, above {bound:g}"
+        return None if agree >= least else f"{100 * agree:.2f} % agree, fewer than {100 * least:.2f} %"
+
+
+def _is_safe(policy: Policy) -> bool:
+    """Whether each phase is dense or the safe preset's."""
+    safe = Policy.parse(SAFE)
+    return all(
+        one.is_dense or one == of_safe
+        for one, of_safe in ((policy.prefill, safe.prefill), (policy.decode, safe.decode))
+    )
 
 
 def tune(
@@ -220,7 +250,7 @@ def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | N
     if len(best) < 2:
         return next(iter(best.values()), None), []
     joint: list[Tried] = []
-    for pair in (best, _fastest([one for one in fit if is_safe(Policy.parse(one.policy))])):
+    for pair in (best, _fastest([one for one in fit if _is_safe(Policy.parse(one.policy))])):
         parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in pair.items()}
         text = Policy(**parts).text
         if len(pair) < 2 or text in [one.policy for one in joint]:
