@@ -95,7 +95,7 @@ def board(
     """
     from saccade.errors import RequestError
     from saccade.eval.board import grid as grids
-    from saccade.eval.board import kept, play
+    from saccade.eval.board import jobs, kept, play
     from saccade.eval.board.page import write_board
     from saccade.eval.runner import default_tasks
     from saccade.eval.setting import load
@@ -116,14 +116,14 @@ def board(
         return
     begun = time.monotonic()
     # Hundreds of settings read the same contexts, which are computed once by each worker.
-    config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
+    config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or jobs.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
     tasks = task or default_tasks(base.tasks, str(config.model))
     grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers, keys, without)
-    data = play.prepare_data(grid, str(config.model), out / "data")
+    data = jobs.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
     what = play.Play(grid, config, out / kept.RESULTS, mix, until, together, kept.settings(like or ()))
-    todo = play.jobs(grid, data, sorted(set(limit)) if limit else (None,))
+    todo = jobs.jobs(grid, data, sorted(set(limit)) if limit else (None,))
     play.check_like(todo, what)
 
     def note(text: str) -> None:
@@ -131,12 +131,12 @@ def board(
 
     llm = say_device(load(config, together))
     command = shlex.join(["saccade", *_shown(sys.argv[1:])])
-    placed: list[play.Placed] = []
+    placed: list[jobs.Placed] = []
     for ones in play.play(todo, llm, what, workers, note):
-        placed = play.settled([*placed, *ones])
+        placed = jobs.settled([*placed, *ones])
         if placed:
             kept.keep(out, placed, todo, grid, command)  # a run that is killed leaves what --join makes a page of
-    missing = play.unfinished(placed, todo, grid.answers)
+    missing = jobs.unfinished(placed, todo, grid.answers)
     for file in write_board(placed, grid, out, command, missing):
         print(file)
 

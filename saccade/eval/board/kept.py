@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval.board.grid import Grid
-from saccade.eval.board.play import Job, Placed, asked
+from saccade.eval.board.jobs import Job, Placed, asked
 from saccade.eval.results import read_json, write_json
 
 KEPT, RESULTS = "placed.json", "results"

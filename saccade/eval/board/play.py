@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
-
-import torch
 
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.board.drifts import Drift, Drifts, place_of
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import PROTOCOLS, Grid
+from saccade.eval.board.jobs import Job, Placed, wanted
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
 from saccade.eval.results import PREDICTIONS, SCORES, read_json, write_json
-from saccade.eval.runner import Note, data_name, default_tasks, given_by, prepare
+from saccade.eval.runner import Note
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
 from saccade.eval.summary import Group, Run
 from saccade.eval.weak import dense_score
 from saccade.eval.workers import in_order
 from saccade.llm import LLM
-from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
-_MOST_ROOM = 4 * 2**30
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
-
-
-@dataclass(frozen=True)
-class Job:
-    """One row of the board under one protocol at one length, for ``budgets`` (None where it has no dial). ``limit``:
-    samples of each task that are answered; None: all."""
-
-    entry: Entry | None  # None: dense
-    protocol: str
-    length: int
-    data: Path
-    budgets: tuple[float | None, ...] = (None,)
-    limit: int | None = None
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A setting that was run for a budget (None: the same at all). ``folder``: its results; ``error``: why there are
-    none; ``drift``: the file of its drift, where that was measured."""
-
-    name: str
-    protocol: str
-    length: int
-    budget: float | None
-    policy: str
-    folder: Path | None
-    error: str | None = None
-    drift: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -83,84 +52,6 @@ class Play:
 
 class _Late(Exception):
     pass
-
-
-def room(model: EngineConfig, workers: int) -> int | None:
-    """Bytes of keys and values for the contexts of a grid, in each of the workers; None leaves it to the engine."""
-    if model.device != "cpu" and torch.cuda.is_available():
-        return None
-    return min(_MOST_ROOM, int(0.4 * available_bytes()) // max(1, workers))
-
-
-def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
-    """The samples of each length, a file each. RequestError as ``runner.prepare``."""
-    tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
-    made = {}
-    for length in grid.lengths:
-        name = (
-            "board-" + data_name("core", tasks, [length], grid.samples, seed, model) + ("-dealt" if grid.dealt else "")
-        )
-        if not grid.answers:
-            made[length] = out / f"{name}.jsonl"
-            continue
-        made[length] = prepare(
-            out, tasks, [length], grid.samples, seed, name=name, given=given_by(model), dealt=grid.dealt
-        )
-    return made
-
-
-def jobs(grid: Grid, data: dict[int, Path], rounds: Sequence[int | None] = (None,)) -> list[Job]:
-    """Dense of both kinds first, then every row; long contexts first, so that no worker ends with one alone. Where
-    drift turns the dials, a row's budgets are jobs of their own, the middle one first: a board that is cut short has
-    that one whole. ``rounds``: how many samples of each task (None: all) every job answers before any of them answers
-    more, so that one that is cut short has asked every method as much, and keys and values of a round's prompts alone
-    need room at once."""
-    rows: list[Job] = []
-    middle = sorted(grid.budgets)[(len(grid.budgets) - 1) // 2]
-    parts: list[tuple[float | None, ...]] = [
-        (one,) for one in sorted(grid.budgets, key=lambda one: distance(one, middle))
-    ]
-    for length in sorted(grid.lengths, reverse=True):
-        for letter in grid.protocols:
-            rows.append(Job(None, letter, length, data[length]))
-            for entry in grid.entries:
-                if entry.serves(letter):
-                    own = [(None,)] if entry.dial is None else parts if grid.drift else [grid.budgets]
-                    rows += [Job(entry, letter, length, data[length], budgets) for budgets in own]
-    order = {budgets: at for at, budgets in enumerate(parts, 1)} if grid.drift else {}
-    rows.sort(key=lambda job: (job.entry is not None, order.get(job.budgets, 0)))
-    return [replace(job, limit=limit) for limit in rounds for job in rows]
-
-
-def settled(placed: Iterable[Placed]) -> list[Placed]:
-    """What was placed, each setting as its last round left it; one that a round did not reach, as the one before."""
-    found: dict[tuple[str, str, int, float | None], Placed] = {}
-    for one in placed:
-        key = one.name, one.protocol, one.length, one.budget
-        if one.folder is not None or one.error is not None or key not in found:
-            found[key] = one
-    return list(found.values())
-
-
-def unfinished(placed: Iterable[Placed], todo: Sequence[Job], answers: bool) -> int:
-    """How many settings are not placed, or without the answers that they were to give."""
-    weak = {(one.protocol, one.length) for one in placed if one.name == "dense" and one.error is not None}
-    done = {
-        (one.name, one.protocol, one.length, one.budget)
-        for one in placed
-        if not answers or one.folder is not None or one.error is not None or (one.protocol, one.length) in weak
-    }
-    return len(set(asked(todo)) - done)
-
-
-def asked(todo: Iterable[Job]) -> list[tuple[str, str, int, float | None]]:
-    """The settings that jobs are to place: name, protocol, length, budget."""
-    wanted = (
-        (job.entry.name if job.entry else "dense", job.protocol, job.length, budget)
-        for job in todo
-        for budget in job.budgets
-    )
-    return list(dict.fromkeys(wanted))
 
 
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
@@ -200,11 +91,6 @@ class _Work:
 
     def __call__(self, llm: LLM, job: Job) -> list[Placed]:
         return list(_run(llm, job, self.play))
-
-
-def wanted(job: Job) -> int:
-    """How many settings a job places."""
-    return len(job.budgets)
 
 
 def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:

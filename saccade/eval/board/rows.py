@@ -9,8 +9,9 @@ from typing import Any
 
 from saccade.eval.board.drifts import Drift, load_drift
 from saccade.eval.board.entries import Entry, entry_named
+from saccade.eval.board.jobs import Placed
 from saccade.eval.board.matching import MATCHED, distance
-from saccade.eval.board.play import RECALL, Placed
+from saccade.eval.board.play import RECALL
 from saccade.eval.results import read_json
 from saccade.eval.sources import family
 from saccade.eval.stats import STRETCH, Interval, paired_difference, stretch_interval
