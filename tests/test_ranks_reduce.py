@@ -220,7 +220,7 @@ def test_counts_of_ranks_whose_heads_read_unlike():
     alike.add(CallCount(0, Dense(shape), Cost(certified={"bounds": 1}, rounding=0.5), "triton"))
     unlike.add(CallCount(0, ReadPairs(shape, torch.tensor([4, 7]), Tokens), Cost(certified={"exact": 2}), "triton"))
     unlike.layers[0].late_coverage = torch.tensor(1.5), torch.tensor(0.7)
-    kept = counts.KeptCalls()
+    kept = counts.KeptCounts()
     kept._counts = unlike
     total = counts.LateOfAll(HeadPart(0, 2))
     total.add([alike, kept.take()])
