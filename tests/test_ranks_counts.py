@@ -49,7 +49,7 @@ def both(folder, ask, each: int = ROOMY, **options):
     """What ``ask`` gets of an engine of one process, and of one of two."""
     made = []
     for count in (1, 2):
-        with make(folder, count, kv_memory=blocks(count, each), exact=False, **options) as llm:
+        with make(folder, count, **{"kv_memory": blocks(count, each), "exact": False, **options}) as llm:
             made.append(ask(llm))
     return made
 
@@ -138,8 +138,8 @@ def test_requests_that_are_preempted_and_cancelled(folder, threads):
     for options in ({}, {"kv_host": "8MiB"}):
         for mine, theirs in zip(*both(folder, cancelled, TIGHT, **options), strict=True):
             alike(mine, theirs)
-    policies = ["dense", SPARSE, f"{SPARSE}+arkvale(budget=64)"]
-    own = both(folder, lambda llm: llm.generate(PROMPTS[:3], greedy(70), policy=policies), 17)
+    policies = ["dense", SPARSE, f"{SPARSE}+arkvale(budget=64)"] * 2
+    own = both(folder, lambda llm: llm.generate(PROMPTS[:3] * 2, greedy(41), policy=policies), 40)
     same(*own)
     assert sum(one.report["preemptions"] for one in own[1]) > 0
     for mine, theirs in zip(*own, strict=True):
@@ -210,7 +210,8 @@ def test_keys_that_one_rank_has_lost(folder, threads, monkeypatch, where):
 @pytest.mark.parametrize("second", ["dense", "lossless(draft=quest(budget=64), tokens=2)"])
 @pytest.mark.parametrize("first", ["snapkv(capacity=70)", "adakv(capacity=70)"])
 def test_turns_after_keys_were_evicted(folder, threads, first, second):
-    """Not even dense rows read alike in all heads then, nor do those that verify drafts."""
+    """Not even dense rows read alike in all heads then, nor do those that verify drafts, which are verified one by one
+    in both engines here: one process counts drafts that it rejects, where it reads all rows at once."""
 
     def turns(llm):
         sequence = llm.engine.sessions[llm.engine.sessions.open()]
@@ -222,7 +223,7 @@ def test_turns_after_keys_were_evicted(folder, threads, first, second):
             said.append(request)
         return said
 
-    own = both(folder, turns)
+    own = both(folder, turns, exact=True)
     for mine, theirs in zip(*own, strict=True):
         assert mine.final_ids == theirs.final_ids
         alike(mine.report.as_dict(), theirs.report.as_dict())
@@ -234,9 +235,9 @@ def test_turns_after_keys_were_evicted(folder, threads, first, second):
 @pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB"}, {"kv_dtype": "int8"}], ids=["memory", "tiers", "int8"])
 def test_certificates_and_estimates(folder, threads, options):
     """What rules believed they covered, and what certificates rest on: of the heads of all ranks."""
-    policies = ["vattention(sinks=16, local=16)", f"{SPARSE}+psa(epsilon=0.3)"]
+    policies = ["vattention(sinks=16, local=16)", f"{SPARSE}+psa(epsilon=0.5)"]
     params = [greedy(10, seed=5, certify=(0.2, 0.1)), greedy(10)]
-    own = both(folder, lambda llm: llm.generate(PROMPTS[:2], params, policy=policies), TIGHT, **options)
+    own = both(folder, lambda llm: llm.generate(PROMPTS[2::2], params, policy=policies), TIGHT, **options)
     certified = [one[0].report["decode"].pop("certified") for one in own]
     rounding = [one.pop("rounding", None) for one in certified]
     assert certified[0] == certified[1]
@@ -281,10 +282,10 @@ def test_ranks_have_as_much_memory_as_the_first(folder, threads, monkeypatch, ea
     real = other.OtherRank.follow
     monkeypatch.setattr(other.OtherRank, "follow", lambda self, told: made.append(self) or real(self, told))
     with make(folder, 2, kv_memory=blocks(2, each), exact=False, kv_host="8MiB") as llm:
+        out = llm.generate(PROMPTS, greedy(6), policy=MIXED)
         pools = llm.pool, made[0]._pool
         assert pools[0].storage.num_blocks == pools[1].storage.num_blocks == LAYERS * each
         assert pools[0].num_blocks == pools[1].num_blocks
-        out = llm.generate(PROMPTS, greedy(6), policy=MIXED)
         tiers = [one.report["tiers"] for one in out if one.report["tiers"] is not None]
         assert bool(tiers) == (each == TIGHT)
         for name in ("hits", "misses", "bytes_read"):
