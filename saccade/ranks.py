@@ -55,8 +55,9 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
 class Start(NamedTuple):
-    """What a rank is given first. ``blocks``: that its memory holds; ``length``: of the longest sequence; ``threads``: of
-    torch; ``states``: slots for those of layers that keep one; ``densities``: by which KV heads are shared out."""
+    """What a rank is given first. ``blocks``: that its memory holds, tiers apart; ``length``: of the longest sequence;
+    ``threads``: of torch; ``states``: slots for those of layers that keep one; ``densities``: by which KV heads are
+    shared out."""
 
     config: EngineConfig
     rank: int

@@ -14,6 +14,7 @@ from saccade import SamplingParams, ranks
 from saccade.engine.ranks import other
 from saccade.engine.ranks.link import RankGroup
 from saccade.engine.ranks.worker import FirstRank
+from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit
 from saccade.kv.format import KVFormat
 from saccade.kv.tier import LostKV
 from saccade.methods.flexprefill.method import FlexPrefill
@@ -251,6 +252,38 @@ def test_certificates_and_estimates(folder, threads, options):
     assert own[1][1].report["decode"]["coverage_estimated"] is not None
 
 
+def test_audits_are_asked_for_by_reports(folder, threads, messages):
+    """Not by steps: the same places are drawn as in one process, and what is found there is the same."""
+    params = greedy(12, seed=7, audit=0.5, audit_steps=0.3)
+    own = both(folder, lambda llm: llm.generate(PROMPTS[:2], params, policy="topk(k=24)"))
+    for mine, theirs in zip(*own, strict=True):
+        one, two = mine.report["audit"], theirs.report["audit"]
+        assert (two["places"], two["left_out"], two["steps"]) == (one["places"], one["left_out"], one["steps"])
+        assert two["output_error"]["samples"] == one["output_error"]["samples"] > 10
+        for name in ("retained_mass", "output_error", "output_error_scaled"):
+            assert two[name]["mean"] == pytest.approx(one[name]["mean"], abs=2e-5), name
+    steps, _ = messages
+    assert set(steps) == {1}
+
+
+def test_findings_are_kept_until_they_are_asked_for():
+    """In one piece of each kind, however many there are; each is told once."""
+    audit = HeadsAudit(AuditOptions(), 0)
+    for number in range(600):
+        audit.found(torch.full((1, 3), float(number)), number % 3 > 0, [(number, 0)])
+    assert len(audit.noted) < 260
+    audit.left_out = 2
+    told = audit.take()
+    assert told.left_out == 2
+    assert [(whole, len(values), len(places)) for values, whole, places in told.found] == [
+        (False, 200, 200),
+        (True, 400, 400),
+    ]
+    for values, _, places in told.found:
+        assert values[:, 0].tolist() == [number for number, _ in places]
+    assert audit.take() == Findings([], 0)
+
+
 def test_what_is_kept_goes_with_its_request(folder, threads, monkeypatch):
     """On the other rank, too, replays' among it; and counts that are asked for in between are counted once."""
     made: list[other.OtherRank] = []
@@ -259,7 +292,7 @@ def test_what_is_kept_goes_with_its_request(folder, threads, monkeypatch):
     looks = []
     for count in (1, 2):
         with make(folder, count, kv_memory=blocks(count, TIGHT), exact=False, kv_host="8MiB") as llm:
-            request = llm.engine.add(PROMPTS[0], greedy(9, audit_steps=0.6, seed=7), Policy.parse(MIXED[2]))
+            request = llm.engine.add(PROMPTS[0], greedy(9, audit=0.5, audit_steps=0.6, seed=7), Policy.parse(MIXED[2]))
             while not request.finished:
                 llm.engine.step()
                 looks.append(request.report.as_dict()["decode"]["keys_attended"])
@@ -273,6 +306,7 @@ def test_what_is_kept_goes_with_its_request(folder, threads, monkeypatch):
     assert looks[-1] > 0
     (rank,) = made
     assert len({number for number, _ in rank._kept}) <= 2
+    assert not rank._audits
 
 
 @pytest.mark.parametrize("each", [ROOMY, TIGHT])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from saccade.engine.memory.saved_memory import OLDER
 from saccade.engine.ranks.counts import KeptCounts, exchange, keep_counts, keep_moved
 from saccade.engine.ranks.drafted import share_rows
+from saccade.engine.ranks.findings import AUDIT
 from saccade.engine.ranks.leads import OtherLead
 from saccade.engine.ranks.link import Group, RankGroup
 from saccade.engine.ranks.looks import looking, seen_by
@@ -35,6 +36,7 @@ from saccade.engine.ranks.messages import (
     SaveSnapshot,
     Settled,
     TakeCounts,
+    TakeFindings,
     TakeSeen,
     Truncate,
 )
@@ -72,6 +74,7 @@ class OtherRank(RankWorker):
         super().__init__(runner, setting, exact, cuda_graphs and group.records)
         self._group, self._pool, self._steps = group, pool, steps
         self._kept: dict[tuple[int, Hashable], KeptCounts] = {}  # counts that the first rank may ask for
+        self._audits: dict[int, HeadsAudit] = {}  # of requests
         self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
 
     @property
@@ -102,9 +105,13 @@ class OtherRank(RankWorker):
                 watch = self.setting.watch
                 watch.audited, watch.replays, watch.replays_next = message[1:]
                 watch.audits = {
-                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, self.setting.part)
+                    number: RowAudit(
+                        self._audits.setdefault(number, HeadsAudit(AuditOptions(), 0)), drawn, whole, heads
+                    )
                     for number, (drawn, whole) in message.drawn.items()
                 }
+            elif isinstance(message, TakeFindings):
+                exchange(self._group, self._audits[message.request].take())
             elif isinstance(message, TakeCounts):
                 kept = self._kept.get((message.request, message.name))
                 exchange(self._group, DeviceCounts() if kept is None else kept.take())
@@ -163,6 +170,8 @@ class OtherRank(RankWorker):
         for key in forget:
             self._kept.pop(key, None)
             self._seen.pop(key, None)
+            if key[1] == AUDIT:
+                self._audits.pop(key[0], None)
         for one in step.scheduled:
             self._open(one.sequence_id)
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
@@ -172,13 +181,7 @@ class OtherRank(RankWorker):
         keep_moved(step, result, self._kept)
         keep_counts(step, result, ends, tiered_rows(step, self.memories), self._kept)
         share_rows(self._group, step, result, ends)
-        audits = self.setting.watch.audits
         self.setting.watch.begin({})
-        if audits:
-            noted = {number: one.audit for number, one in audits.items()}
-            exchange(
-                self._group, {number: one.findings for number, one in noted.items() if isinstance(one, HeadsAudit)}
-            )
 
     def _open(self, sequence: int) -> None:
         """A memory for a sequence that this rank meets for the first time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -21,12 +21,12 @@ from saccade.engine.attention import AttentionBackend, StepFailedError
 from saccade.engine.memory.memories import Memories
 from saccade.engine.ranks.counts import DENSE, KeptCounts, LateOfRanks, drop_counts, exchange, keep_counts
 from saccade.engine.ranks.drafted import join_rows, share_rows
+from saccade.engine.ranks.findings import AuditsOfRanks
 from saccade.engine.ranks.leads import FirstLead
 from saccade.engine.ranks.link import Group, RankLink, RanksLost
 from saccade.engine.ranks.looks import Looks
 from saccade.engine.ranks.memories import SharedMemories
 from saccade.engine.ranks.messages import (
-    Audits,
     RecordStep,
     Replay,
     Run,
@@ -35,7 +35,6 @@ from saccade.engine.ranks.messages import (
 from saccade.engine.ranks.outcomes import Outcome, outcomes
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult, results_of
-from saccade.engine.watch.audit import Findings, RowAudit
 from saccade.engine.watch.device_counts import DeviceCounts
 from saccade.engine.worker import Worker
 from saccade.errors import SaccadeError
@@ -91,7 +90,7 @@ class FirstRank(RankWorker):
         self._kept: WeakValueDictionary[tuple[int, Hashable], KeptCounts] = WeakValueDictionary()  # of this rank
         self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
         self._replays = False  # whether a step is a replay
-        self._looks = Looks(link, setting.part)
+        self._looks, self._audits = Looks(link, setting.part), AuditsOfRanks(link, setting.part)
         self.lead()
 
     def lead(self) -> None:
@@ -126,11 +125,8 @@ class FirstRank(RankWorker):
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         goes_on = goes_on and not any(tiered_rows(step, self.memories))
-        watch, audits = self.setting.watch, self.setting.watch.audits
-        self._looks.tell(watch, self._forgotten)
-        if audits or watch.audited or watch.replays or watch.replays_next:
-            drawn = {number: (one.drawn, one.whole) for number, one in audits.items()}
-            self._link.tell(Audits(drawn, watch.audited, watch.replays, watch.replays_next))
+        self._looks.tell(self.setting.watch, self._forgotten)
+        self._audits.tell(self.setting.watch, self._forgotten)
         if self._replays:
             self._link.tell(Replay(step))
         else:
@@ -147,8 +143,6 @@ class FirstRank(RankWorker):
                 heads = self.setting.part
                 join_rows(heads, step, result, ends, share_rows(group, step, result, ends)[:: heads.copies])
                 self._count_late(step, result, ends, tiered)
-                if audits:
-                    self._take_audits(audits)
             else:
                 for found in result.requests.values():
                     drop_counts(found)
@@ -166,15 +160,6 @@ class FirstRank(RankWorker):
             return super().replay(step)
         finally:
             self._replays = False
-
-    def _take_audits(self, audits: Mapping[int, RowAudit]) -> None:
-        """Count what the others found of their heads."""
-        own: dict[int, Findings] = {}  # which have been counted
-        for findings in exchange(self._link.group, own)[:: self.setting.part.copies][1:]:
-            for number, one in findings.items():
-                audits[number].audit.left_out += one.left_out
-                for found in one.found:
-                    audits[number].audit.found(*found)
 
     def _count_late(self, step: StepInput, result: StepResult, ends: Sequence[Outcome], tiered: Sequence[bool]) -> None:
         """Have reports ask for what was kept, of the heads of all ranks. Ranks read alike what is dense, where no key
