@@ -1,4 +1,4 @@
-"""What several ranks count: kept by each until a report asks, over tiers too, and then what one process counts."""
+"""What several ranks count: kept by each until a report asks, over tiers too; the messages of a step are counted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import fork_server
 import pytest
 import rank_threads
 import torch
-from engine_helpers import finish
-from rank_helpers import LAYERS, PROMPTS, greedy, make, same
+from rank_helpers import LAYERS, MIXED, PROMPTS, ROOMY, SPARSE, TIGHT, alike_reports, blocks, both, greedy, make, same
 from tiny_models import make_checkpoint, one_thread  # noqa: F401
 
 from saccade import SamplingParams, ranks
@@ -15,19 +14,7 @@ from saccade.engine.ranks import other
 from saccade.engine.ranks.link import RankGroup
 from saccade.engine.ranks.worker import FirstRank
 from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit
-from saccade.kv.format import KVFormat
-from saccade.kv.tier import LostKV
-from saccade.methods.flexprefill.method import FlexPrefill
 from saccade.methods.policy import Policy
-from saccade.methods.quest import Quest
-
-SPARSE = "flexprefill(min_budget=32, block_size=64, gamma=0.3)"
-MIXED = ["dense", SPARSE, f"{SPARSE}+quest(budget=64)", "psa(epsilon=0.3)", "lfps"]
-ROOMY, TIGHT = 60, 13  # blocks a layer: more than all requests below take, and less than one takes and another
-EXACT = (
-    *("tokens", "density", "keys_attended", "keys_causal", "keys_attended_per_row", "density_per_layer"),
-    *("density_per_head", "retrievals", "searches", "searchable", "rows_frozen", "backends", "certified"),
-)
 
 
 @pytest.fixture
@@ -41,38 +28,10 @@ def threads(monkeypatch):
     monkeypatch.setattr(ranks, "subprocess", rank_threads.SUBPROCESS)
 
 
-def blocks(count: int, each: int) -> int:
-    """Bytes of so many blocks a layer in each of ``count`` processes."""
-    return LAYERS * each * KVFormat(torch.float32, max(1, 2 // count), 16, 32).block_bytes
-
-
-def both(folder, ask, each: int = ROOMY, **options):
-    """What ``ask`` gets of an engine of one process, and of one of two."""
-    made = []
-    for count in (1, 2):
-        with make(folder, count, **{"kv_memory": blocks(count, each), "exact": False, **options}) as llm:
-            made.append(ask(llm))
-    return made
-
-
-def alike(mine: dict, theirs: dict) -> None:
-    """Two reports of the same work. Keys that were scored are means over heads, which are rounded."""
-    for phase in ("prefill", "decode"):
-        own, others = mine[phase], theirs[phase]
-        for name in EXACT:
-            assert others[name] == own[name], (phase, name)
-        for name in ("coverage_estimated", "coverage_estimated_least"):
-            assert others[name] == (None if own[name] is None else pytest.approx(own[name], abs=1e-5)), (phase, name)
-        for name in ("keys_scored", "keys_estimated"):
-            assert others[name] == pytest.approx(own[name], abs=8 + own[name] / 500), (phase, name)
-    assert theirs["cached_bytes"] == mine["cached_bytes"]
-    assert (theirs["tiers"] is None) == (mine["tiers"] is None)
-
-
 @pytest.fixture
 def messages(monkeypatch):
-    """Of each step of the first rank, how many messages it waited for that are no part of the model: those are floats.
-    Behind a 0 those of reports."""
+    """How many messages the first rank waited for, those of the model aside, which are floats: a list with the number
+    of each step, and a list with the number of all between steps."""
     seen: list[list[int]] = [[], [0]]
     inside: list[int] = []
     run, joins = FirstRank.run, RankGroup._run
@@ -107,8 +66,8 @@ def test_a_step_exchanges_no_counts(folder, monkeypatch, messages, each, options
     own = both(folder, lambda llm: llm.generate(PROMPTS, greedy(6), policy=MIXED), each, **options)
     same(*own)
     for mine, theirs in zip(*own, strict=True):
-        alike(mine.report, theirs.report)
-        assert theirs.report["prefill"]["density"] == 1 or theirs.report["policy"] != "dense"
+        alike_reports(mine.report, theirs.report)
+    assert [one.report["prefill"]["density"] < 1 for one in own[1]] == [False, True, True, False, False]
     steps, (reports,) = messages
     assert len(steps) > 12
     assert set(steps) == {1}
@@ -116,140 +75,6 @@ def test_a_step_exchanges_no_counts(folder, monkeypatch, messages, each, options
     assert reports == 2 * 2 * asked
     moved = [one.report["tiers"] is not None for one in own[1]]
     assert any(moved) == (each == TIGHT)
-
-
-def test_requests_that_are_preempted_and_cancelled(folder, threads):
-    """Half of a prompt, or of an answer, is counted as one process counts it; what is computed again, again."""
-
-    def cancelled(llm):
-        said = []
-        for policy in MIXED:
-            for steps in (2, 8):
-                request = llm.engine.add(PROMPTS[0], greedy(20), Policy.parse(policy))
-                for _ in range(steps):
-                    llm.engine.step()
-                llm.engine.cancel(request)
-                finish(llm.engine)
-                said.append(request.report.as_dict())
-                assert said[-1]["prefill"] | {"seconds": 0, "tokens_per_second": 0} == request.report.as_dict()[
-                    "prefill"
-                ] | {"seconds": 0, "tokens_per_second": 0}
-        return said
-
-    for options in ({}, {"kv_host": "8MiB"}):
-        for mine, theirs in zip(*both(folder, cancelled, TIGHT, **options), strict=True):
-            alike(mine, theirs)
-    policies = ["dense", SPARSE, f"{SPARSE}+arkvale(budget=64)"] * 2
-    own = both(folder, lambda llm: llm.generate(PROMPTS[:3] * 2, greedy(41), policy=policies), 40)
-    same(*own)
-    assert sum(one.report["preemptions"] for one in own[1]) > 0
-    for mine, theirs in zip(*own, strict=True):
-        assert mine.report["preemptions"] == theirs.report["preemptions"]
-        alike(mine.report, theirs.report)
-
-
-@pytest.mark.parametrize("where", ["one rank", "all ranks"])
-@pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB"}], ids=["memory", "tiers"])
-def test_requests_that_fail(folder, threads, monkeypatch, where, options):
-    """In the middle of a chunk, or of a decode step: as far as all ranks came is counted, as in one process."""
-    prefill, decode = FlexPrefill.select_prefill, Quest.select_decode
-
-    def fails(part) -> bool:
-        return part.is_whole or where == "all ranks" or part.number == 1
-
-    def select_prefill(self, chunk):
-        if self.gamma == 0.4 and chunk.layer == 1 and chunk.shape.k_len == 192 and fails(chunk.part):
-            raise RuntimeError("no such block")
-        return prefill(self, chunk)
-
-    def select_decode(self, query, state):
-        if self.budget == 96 and query.layer == 2 and query.shape.k_len == 154 and fails(query.part):
-            raise RuntimeError("no such page")
-        return decode(self, query, state)
-
-    monkeypatch.setattr(FlexPrefill, "select_prefill", select_prefill)
-    monkeypatch.setattr(Quest, "select_decode", select_decode)
-    monkeypatch.setattr(Quest, "device_plan", lambda self, spec: None)
-    policies = [SPARSE.replace("0.3", "0.4"), "quest(budget=96)", f"{SPARSE}+quest(budget=64)"]
-    own = both(folder, lambda llm: llm.generate(PROMPTS[:3], greedy(8), policy=policies), **options)
-    for mine, theirs in zip(*own, strict=True):
-        assert (mine.error is None) == (theirs.error is None)
-        alike(mine.report, theirs.report)
-    assert [one.error is None for one in own[0]] == [False, False, True]
-    said = own[1][0].error
-    assert ("failed in another rank" in said) == (where == "one rank"), said
-    assert own[0][0].report["prefill"]["tokens"] == 192
-
-
-@pytest.mark.parametrize("where", [0, 1])
-def test_keys_that_one_rank_has_lost(folder, threads, monkeypatch, where):
-    """Are computed again on all of them; what was lost on the way is counted by none."""
-    real, times = FlexPrefill.select_prefill, []
-
-    def select_prefill(self, chunk):
-        loses = chunk.part.is_whole or chunk.part.number == where
-        if loses and chunk.layer == 1 and chunk.shape.k_len == 192 and len(times) < 1:
-            times.append(1)
-            raise LostKV("a block is gone")
-        return real(self, chunk)
-
-    monkeypatch.setattr(FlexPrefill, "select_prefill", select_prefill)
-
-    def ask(llm):
-        times.clear()
-        return llm.generate(PROMPTS[:2], greedy(5), policy=[SPARSE, "dense"])
-
-    own = both(folder, ask, kv_host="8MiB")
-    assert times == [1]
-    same(*own)
-    for mine, theirs in zip(*own, strict=True):
-        alike(mine.report, theirs.report)
-    assert any("lost in a tier" in note for note in own[1][0].report["notes"])
-    assert own[1][0].report["prefill"]["tokens"] > len(PROMPTS[0])
-
-
-@pytest.mark.parametrize("second", ["dense", "lossless(draft=quest(budget=64), tokens=2)"])
-@pytest.mark.parametrize("first", ["snapkv(capacity=70)", "adakv(capacity=70)"])
-def test_turns_after_keys_were_evicted(folder, threads, first, second):
-    """Not even dense rows read alike in all heads then, nor do those that verify drafts, which are verified one by one
-    in both engines here: one process counts drafts that it rejects, where it reads all rows at once."""
-
-    def turns(llm):
-        sequence = llm.engine.sessions[llm.engine.sessions.open()]
-        said = []
-        for ids, policy in ((PROMPTS[0], first), (PROMPTS[1][:40] * 2, second)):
-            request = llm.engine.add(ids, greedy(8), Policy.parse(policy), sequence)
-            finish(llm.engine)
-            assert request.error is None
-            said.append(request)
-        return said
-
-    own = both(folder, turns, exact=True)
-    for mine, theirs in zip(*own, strict=True):
-        assert mine.final_ids == theirs.final_ids
-        alike(mine.report.as_dict(), theirs.report.as_dict())
-    report = own[1][1].report.as_dict()
-    assert report["prefill"]["density"] < 1
-    assert report["accepted_tokens"] > 0 or second == "dense"
-
-
-@pytest.mark.parametrize("options", [{}, {"kv_host": "8MiB"}, {"kv_dtype": "int8"}], ids=["memory", "tiers", "int8"])
-def test_certificates_and_estimates(folder, threads, options):
-    """What rules believed they covered, and what certificates rest on: of the heads of all ranks."""
-    policies = ["vattention(sinks=16, local=16)", f"{SPARSE}+psa(epsilon=0.5)"]
-    params = [greedy(10, seed=5, certify=(0.2, 0.1)), greedy(10)]
-    own = both(folder, lambda llm: llm.generate(PROMPTS[2::2], params, policy=policies), TIGHT, **options)
-    certified = [one[0].report["decode"].pop("certified") for one in own]
-    rounding = [one.pop("rounding", None) for one in certified]
-    assert certified[0] == certified[1]
-    assert certified[0]["heads"] > 0
-    assert rounding[1] == (None if rounding[0] is None else pytest.approx(rounding[0], rel=1e-3))
-    assert (rounding[0] is not None) == ("kv_dtype" in options)
-    for one in own:
-        one[0].report["decode"]["certified"] = None
-    for mine, theirs in zip(*own, strict=True):
-        alike(mine.report, theirs.report)
-    assert own[1][1].report["decode"]["coverage_estimated"] is not None
 
 
 def test_audits_are_asked_for_by_reports(folder, threads, messages):
@@ -297,7 +122,7 @@ def test_what_is_kept_goes_with_its_request(folder, threads, monkeypatch):
                 llm.engine.step()
                 looks.append(request.report.as_dict()["decode"]["keys_attended"])
             assert request.audit.agreement.as_dict()["samples"] > 1
-            alike(request.report.as_dict(), request.report.as_dict())
+            alike_reports(request.report.as_dict(), request.report.as_dict())
             del request
             llm.generate(PROMPTS[1], greedy(3))
             llm.generate(PROMPTS[1], greedy(3))
@@ -348,5 +173,5 @@ def test_models_that_keep_states(tmp_path, threads, messages, options):
     same(*own)
     for mine, theirs in zip(*own, strict=True):
         for left, right in zip(mine.reports, theirs.reports, strict=True):
-            alike(left, right)
+            alike_reports(left, right)
     assert set(messages[0]) == {1}
