@@ -54,7 +54,7 @@ class LateOfRanks:
 
 
 class KeptCounts:
-    """What this rank has counted of one request in one phase, where its device has it."""
+    """What this rank has counted of one request in one phase, on the device that counted it."""
 
     def __init__(self) -> None:
         self._counts = DeviceCounts()
@@ -124,11 +124,11 @@ def keep_counts(
         found = result.requests[one.request_id]
         calls, late, at_hand = found.calls, found.late, []
         drop_counts(found, rows=not outcome.good)
-        if moves:  # of a step that failed in another rank nothing may stay behind in what this one's rows count into
+        if moves:  # taken now: of a step that failed in another rank, nothing may stay in what this rank's rows count to
             at_hand = [counts.take() for counts in late.values() if counts.on_host]
             late = {name: counts for name, counts in late.items() if not counts.on_host}
         if found.rows or found.undone or outcome.lost or one.request_id < 0:
-            continue  # the engine has what is computed again counted then, and nothing of replays
+            continue  # what is computed again is counted then, and replays (negative numbers) are not
         name = name_of(one)
         own = kept.get((one.request_id, name))
         if own is None:

@@ -57,7 +57,8 @@ class RankWorker(Worker):
         self, backend: AttentionBackend, step: StepInput, which: Sequence[int], result: StepResult
     ) -> tuple[list[int], list[int]]:
         """Over tiers each rank's memory holds other blocks: a device serves requests for which it can on all ranks, and
-        all of whose blocks are resident there."""
+        all of whose blocks are resident there. That takes a message of its own in each step: the ranks of a request
+        must all launch a recorded step or none, and no rank knows what is resident on another."""
         served, left = super()._served(backend, step, which, result)
         if backend is not self.device or not which or not any(tiered_rows(step, self.memories)):
             return served, left
