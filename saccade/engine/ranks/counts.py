@@ -124,7 +124,7 @@ def keep_counts(
         found = result.requests[one.request_id]
         calls, late, at_hand = found.calls, found.late, []
         drop_counts(found, rows=not outcome.good)
-        if moves:  # taken now: of a step that failed in another rank, nothing may stay in what this rank's rows count to
+        if moves:  # taken now, so that of a step that failed in another rank nothing stays where rows are counted here
             at_hand = [counts.take() for counts in late.values() if counts.on_host]
             late = {name: counts for name, counts in late.items() if not counts.on_host}
         if found.rows or found.undone or outcome.lost or one.request_id < 0:

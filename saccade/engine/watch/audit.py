@@ -213,11 +213,12 @@ class Findings(NamedTuple):
 class HeadsAudit(Audit):
     """Of a process that audits its own heads for another's ``Audit``: it keeps what it finds until it is asked."""
 
-    noted: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
+    noted: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)  # on the host
+    _fresh: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
 
     def found(self, values: Tensor, whole: bool, places: Sequence[Place]) -> None:
         """See :class:`Audit`. What has gathered on a device is brought here now and then."""
-        self.noted.append((values, whole, places))
+        self._fresh.append((values, whole, places))
         self._held += len(values)
         if self._held >= WAITING:
             self._rest()
@@ -231,12 +232,12 @@ class HeadsAudit(Audit):
     def _rest(self) -> None:
         """Hold nothing on a device, and what is alike in one piece."""
         made: dict[tuple[bool, torch.device], tuple[list[Tensor], list[Place]]] = {}
-        for values, whole, places in self.noted:
+        for values, whole, places in self._fresh:
             tensors, known = made.setdefault((whole, values.device), ([], []))
             tensors.append(values)
             known.extend(places)
-        self.noted = [(torch.cat(tensors).cpu(), whole, known) for (whole, _), (tensors, known) in made.items()]
-        self._held = 0
+        self.noted += [(torch.cat(tensors).cpu(), whole, known) for (whole, _), (tensors, known) in made.items()]
+        self._fresh, self._held = [], 0
 
 
 @dataclass(frozen=True)

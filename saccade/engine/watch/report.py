@@ -194,10 +194,14 @@ class Report:
 
     def _moved(self) -> dict[str, Any] | None:
         """What moved between memory and tiers, those of all processes that share the model out."""
+        others: TierCounts | None = None
         moved, asked = self.tiers, self._step_bytes
         for phase in (self.prefill, self.decode):
             if phase.moved is not None:
-                moved = phase.moved if moved is None else moved.beside(phase.moved)
+                others = others or TierCounts()
+                others.add(phase.moved)
             if phase.step_bytes is not None:
                 asked = phase.step_bytes + (asked or 0)
+        if others is not None:
+            moved = others if moved is None else moved.beside(others)
         return None if moved is None else moved.as_dict() | {"step_bytes": asked}
