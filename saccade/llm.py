@@ -239,13 +239,14 @@ class LLM:
         tokens looked up and found, their share, and the bytes that ended requests left; ``sessions`` (None without
         ``session_dir``): see ``DurableSessions.report``."""
         prefixes, format = self.engine.prefixes, self.pool.format
+        token_bytes = self.pool.token_bytes * self.engine.model.part.parts  # of all heads
         found: dict[str, Any] | None = None
         if prefixes is not None:
             found = {
                 "tokens": prefixes.queries,
                 "tokens_found": prefixes.hits,
                 "hit_rate": prefixes.hits / prefixes.queries if prefixes.queries else None,
-                "kept_bytes": prefixes.kept_slots // self.pool.layers * self.pool.token_bytes * format.block_size,
+                "kept_bytes": prefixes.kept_slots // self.pool.layers * token_bytes * format.block_size,
             }
         return {"prefixes": found, "sessions": None if self.sessions is None else self.sessions.report()}
 

@@ -55,8 +55,9 @@ END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
 class Start(NamedTuple):
-    """What a rank is given first. ``blocks``: of its KV pool; ``length``: of the longest sequence; ``threads``: of
-    torch; ``states``: slots for those of layers that keep one; ``densities``: by which KV heads are shared out."""
+    """What a rank is given first. ``blocks``: that its memory holds, tiers apart; ``length``: of the longest sequence;
+    ``threads``: of torch; ``states``: slots for those of layers that keep one; ``densities``: by which KV heads are
+    shared out."""
 
     config: EngineConfig
     rank: int
@@ -110,7 +111,7 @@ def start_ranks(
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
         place = config, rank, str(link.store_path)
-        start = Start(*place, pool.num_blocks, length, exact, torch.get_num_threads(), states, densities)
+        start = Start(*place, pool.storage.num_blocks, length, exact, torch.get_num_threads(), states, densities)
         send(process, pickle.dumps(start))
     link.join()
 

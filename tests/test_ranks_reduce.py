@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from saccade.engine.ranks import counts, meeting, reduce
+from saccade.engine.ranks import counts, drafted, meeting, reduce
 from saccade.engine.ranks.reduce import Alone, GlooReduce, OneShotReduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.engine.steps.step import CallCount, ReadPairs
@@ -220,11 +220,9 @@ def test_counts_of_ranks_whose_heads_read_unlike():
     alike.add(CallCount(0, Dense(shape), Cost(certified={"bounds": 1}, rounding=0.5), "triton"))
     unlike.add(CallCount(0, ReadPairs(shape, torch.tensor([4, 7]), Tokens), Cost(certified={"exact": 2}), "triton"))
     unlike.layers[0].late_coverage = torch.tensor(1.5), torch.tensor(0.7)
-    kept = counts.KeptCalls()
+    kept = counts.KeptCounts()
     kept._counts = unlike
-    total = counts.LateOfAll(HeadPart(0, 2))
-    total.add([alike, kept.take()])
-    stats = total.take().layers[0]
+    stats = counts.joined_counts([alike, kept.take()], HeadPart(0, 2)).layers[0]
     assert stats.pairs().tolist() == [9, 9, 4, 7]
     assert (stats.heads, stats.calls, stats.rounding, stats.certified) == (4, 1, 0.5, {"bounds": 1, "exact": 2})
     assert (stats.covered, stats.least_covered) == (1.5, pytest.approx(0.7))
@@ -235,5 +233,5 @@ def test_counts_of_ranks_whose_heads_read_unlike():
 
 def test_a_joined_call_keeps_the_greatest_rounding():
     call = CallCount(0, Dense(Shape(2, 2, 1, 9, 8)), Cost(rounding=0.1), "triton")
-    told = [counts._Told(torch.tensor([9, 9]), Cost(rounding=rounding), None) for rounding in (0.1, None, 0.3)]
-    assert counts._joined(call, told, HeadPart(0, 3)).cost.rounding == 0.3
+    told = [drafted._Told(torch.tensor([9, 9]), Cost(rounding=rounding), None) for rounding in (0.1, None, 0.3)]
+    assert drafted._joined(call, told, HeadPart(0, 3)).cost.rounding == 0.3

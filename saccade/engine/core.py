@@ -233,6 +233,7 @@ class Engine:
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
         request.begin(sequence if sequence is not None else self.sessions.new_sequence(), self.max_model_len, decoded)
+        request.report.token_bytes *= self.model.part.parts  # of the model, where this process has some of its heads
         self.auditing.begin(request, control)
         request.keep_kv = sequence is not None
         request.sequence.turn = request

@@ -68,6 +68,13 @@ class TierCounts:
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + sign * getattr(other, one.name))
 
+    def beside(self, other: TierCounts) -> TierCounts:
+        """Both, of processes that move parts of their own at the same time: they wait side by side."""
+        made = self.copy()
+        made.add(other)
+        made.wait_seconds = max(self.wait_seconds, other.wait_seconds)
+        return made
+
     def since(self, before: TierCounts) -> TierCounts:
         """What was counted after ``before``."""
         made = self.copy()

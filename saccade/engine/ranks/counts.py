@@ -1,127 +1,163 @@
-"""Counts of what attention read, from several ranks that each have some of the heads, joined for reports."""
+"""Counts of what attention read, from several ranks that each have some of the heads, joined for reports.
+
+Each rank keeps what its steps counted until a report asks, over tiers too: asked for after each step, all ranks would
+wait for their devices and for each other, and no step could be launched ahead. Nothing that is counted decides what a
+step does.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.engine.ranks.link import Group
-from saccade.engine.steps.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
-from saccade.engine.watch.device_counts import DeviceCounts
+from saccade.engine.ranks.outcomes import Outcome
+from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.engine.watch.device_counts import DeviceCounts, LateCounts
 from saccade.engine.watch.layer_stats import LayerStats
 from saccade.engine.watch.phase_stats import Late
-from saccade.methods.base import Cost
+from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy
-from saccade.ops.pairs import pairs as pairs_of
-from saccade.selection import Selection, Shape
-from saccade.selection.head_part import WHOLE, HeadPart
+from saccade.methods.verified import Verified
+from saccade.selection.head_part import HeadPart
 
 DENSE = Policy()
 
 
 class LateOfRanks:
-    """What each rank counts of its heads of one request under one name, and keeps until a report is made. ``ask`` gives
+    """What each rank counts of its heads of one request in one phase, and keeps until a report is made. ``ask`` gives
     what all of them have counted, for what the first has; ``part`` says which heads they have."""
 
     def __init__(self, ask: Callable[[DeviceCounts], Sequence[DeviceCounts]], part: HeadPart) -> None:
         self._ask, self._part = ask, part
         self._own: Late | None = None  # while there is anything new
+        self._alike = True
 
-    def note(self, own: Late) -> None:
-        """A step has counted into ``own``, here."""
-        self._own = own
+    def note(self, own: Late, alike: bool = False) -> None:
+        """A step has counted into ``own``, here. ``alike``: nothing else was counted on any other rank."""
+        self._own, self._alike = own, self._alike and alike
 
     def take(self) -> DeviceCounts:
         """What was counted since the last time."""
         own, self._own = self._own, None
         if own is None:
             return DeviceCounts()
-        total = LateOfAll(self._part)
-        total.add(self._ask(own.take()))
-        return total.take()
+        counts = own.take()
+        return joined_counts([counts] * self._part.parts if self._alike else self._ask(counts), self._part)
 
 
-class KeptCalls:
-    """What this rank's calls of one request counted, where its device has it: asked for at each step, all ranks would
-    wait for their devices, and no step could be launched ahead of them."""
+class KeptCounts:
+    """What this rank has counted of one request in one phase, on the device that counted it."""
 
     def __init__(self) -> None:
         self._counts = DeviceCounts()
+        self._late: dict[Hashable, LateCounts] = {}
+        self._tiers: TierCounts | None = None
+        self._step_bytes: int | None = None
 
-    def add(self, calls: Sequence[CallCount]) -> None:
-        """Count some more."""
+    def add(self, calls: Iterable[CallCount], late: Iterable[DeviceCounts] = ()) -> None:
+        """Count some more: ``calls``, and what is at hand of what was counted beside them."""
         for call in calls:
             self._counts.add(call)
+        for one in late:
+            self._counts.plus(one)
+
+    def add_later(self, late: MutableMapping[Hashable, LateCounts]) -> None:
+        """Count what is in ``late``, by name, once it is asked for."""
+        self._late.update(late)
+
+    def add_moved(self, tiers: TierCounts, step_bytes: int | None) -> None:
+        """A step moved so much for the request; a decode step asked for ``step_bytes`` of keys and values."""
+        self._tiers = self._tiers or TierCounts()
+        self._tiers.add(tiers)
+        self._step_bytes = step_bytes or self._step_bytes
 
     def take(self) -> DeviceCounts:
-        """What was counted since the last time, on the host."""
+        """What was counted since the last time, on the host; of tiers all so far."""
         taken, self._counts = self._counts, DeviceCounts()
         for layer in taken.layers.values():
             layer.rest()
+        late, self._late = self._late, {}
+        for one in late.values():
+            taken.plus(one.take())
+        taken.tiers = None if self._tiers is None else self._tiers.copy()
+        taken.step_bytes = self._step_bytes
         return taken
 
 
-class LateOfAll:
-    """Counts of one request under one plan, of the heads of all ranks, of which ``part`` says what each has; ``take``
-    hands them over."""
-
-    def __init__(self, part: HeadPart = WHOLE) -> None:
-        self._part = part
-        self._counts = DeviceCounts()
-
-    def add(self, parts: Sequence[DeviceCounts]) -> None:
-        """Count what each rank did since the last time."""
-        kept = self._counts
-        for layer in parts[0].layers:
-            counted = [one.layers[layer] for one in parts if layer in one.layers]
-            more, have = _stats(counted, self._part.at(layer)), kept.layers.get(layer)
-            kept.layers[layer] = more
-            if have is not None:
-                more.plus(have)
-        for known, fresh in ((kept.kinds, parts[0].kinds), (kept.backends, parts[0].backends)):
-            for kind, calls in fresh.items():
-                known[kind] = known.get(kind, 0) + calls
-
-    def take(self) -> DeviceCounts:
-        """What was counted since the last time."""
-        taken, self._counts = self._counts, DeviceCounts()
-        return taken
+def joined_counts(parts: Sequence[DeviceCounts], part: HeadPart) -> DeviceCounts:
+    """What each rank counted of its heads, of all heads, of which ``part`` says what each has."""
+    own, *others = parts
+    total = DeviceCounts(kinds=own.kinds, backends=own.backends)
+    for layer in own.layers:
+        total.layers[layer] = _stats([one.layers[layer] for one in parts if layer in one.layers], part.at(layer))
+    for one in others:
+        if one.tiers is not None:
+            total.tiers = one.tiers if total.tiers is None else total.tiers.beside(one.tiers)
+        if one.step_bytes is not None:
+            total.step_bytes = one.step_bytes + (total.step_bytes or 0)
+    return total
 
 
-def fold_counts(step: StepInput, result: StepResult, tiered: Sequence[bool]) -> None:
-    """Have what ``tiered`` requests did counted by layer: over tiers each rank attends rows together or alone, as its
-    own memory allows, and calls of one rank are not those of another."""
-    for one, moves in zip(step.scheduled, tiered):
-        found = result.requests[one.request_id]
-        if moves and found.is_good and not found.rows and not found.stay:
-            called, total = KeptCalls(), LateOfAll()
-            called.add(found.calls)
-            for late in (called, *found.late.values()):
-                total.add([late.take()])
-            found.calls, found.late = [], {("ranks", one.phase): total}
+def name_of(one: ScheduledRequest) -> tuple[str, bool]:
+    """Under which name a request's counts are kept: rows of its drafts are counted apart from those that verify."""
+    return one.phase, isinstance(one.policy.decode, Verified)
 
 
 def keep_counts(
-    step: StepInput, result: StepResult, good: Sequence[bool], kept: MutableMapping[tuple[int, Hashable], Any]
+    step: StepInput,
+    result: StepResult,
+    outcomes: Sequence[Outcome],
+    tiered: Sequence[bool],
+    kept: MutableMapping[tuple[int, Hashable], Any],
 ) -> None:
-    """Leave what sparse prefills among the ``good`` requests of ``step`` did on this rank, in ``kept`` by request and
-    name, until a report asks for it."""
-    for one, stood in zip(step.scheduled, good):
+    """Leave what the requests of ``step`` did on this rank in ``kept``, by request and phase, until a report asks for
+    it. ``tiered`` ones ran over tiers. Rows of drafts are left as they are (engine/ranks/drafted.py)."""
+    for one, outcome, moves in zip(step.scheduled, outcomes, tiered):
         found = result.requests[one.request_id]
-        if stood and one.phase == "prefill" and one.policy != DENSE and found.calls:
-            name = ("calls", one.phase)
-            own = kept.get((one.request_id, name))
+        calls, late, at_hand = found.calls, found.late, []
+        drop_counts(found, rows=not outcome.good)
+        if moves:  # taken now, so that of a step that failed in another rank nothing stays where rows are counted here
+            at_hand = [counts.take() for counts in late.values() if counts.on_host]
+            late = {name: counts for name, counts in late.items() if not counts.on_host}
+        if found.rows or found.undone or outcome.lost or one.request_id < 0:
+            continue  # what is computed again is counted then, and replays (negative numbers) are not
+        name = name_of(one)
+        own = kept.get((one.request_id, name))
+        if own is None:
+            own = kept[one.request_id, name] = KeptCounts()
+        if outcome.good:
+            own.add(calls, at_hand)
+            own.add_later(late)
+        else:  # as far as all ranks came
+            own.add(calls[: outcome.calls])
+        found.late = {name: own}
+
+
+def drop_counts(found: RequestResult, rows: bool = True) -> None:
+    """Count nothing of a request, nor with ``rows`` of those that were drafted: what one rank alone counted."""
+    for each in (found, *(found.rows if rows else ())):
+        each.calls, each.late = [], {}
+
+
+def keep_moved(step: StepInput, result: StepResult, kept: MutableMapping[tuple[int, Hashable], Any]) -> None:
+    """Leave what tiers of a rank other than the first moved in ``step`` in ``kept``; for replays, whose requests have
+    negative numbers, with what is kept of the requests themselves."""
+    for one in step.scheduled:
+        found = result.requests[one.request_id]
+        if found.tiers is not None:
+            key = abs(one.request_id), name_of(one)
+            own = kept.get(key)
             if own is None:
-                own = kept[one.request_id, name] = KeptCalls()
-            own.add(found.calls)
-            found.calls, found.late = [], {**found.late, name: own}
+                own = kept[key] = KeptCounts()
+            own.add_moved(found.tiers, found.step_bytes(one))
 
 
 def exchange(group: Group, own: Any) -> list[Any]:
@@ -144,100 +180,6 @@ class _HostPickler(pickle.Pickler):
         if isinstance(obj, Tensor) and obj.device.type != "cpu":
             return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
-
-
-def share_counts(group: Group, step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RankCounts]:
-    """What each rank counted of the ``good`` requests of ``step``, in the order of ranks; each calls it for the same
-    ones. Nothing is sent where all of them are dense, since their ranks read alike, nor where all was counted on
-    devices."""
-    if all(one.policy == DENSE for one in step.scheduled):
-        return []
-    rows, late = _rows(step, result, good), {}
-    for one, stood in zip(step.scheduled, good):
-        if stood:
-            for name, counts in result.requests[one.request_id].late.items():
-                if isinstance(counts, LateOfAll):
-                    late[one.request_id, name] = counts.take()
-    if not late and not any(row.calls for row in rows):
-        return []
-    return exchange(group, RankCounts([[_told(call) for call in row.calls] for row in rows], late))
-
-
-def drop_counts(step: StepInput, result: StepResult) -> None:
-    """Count nothing of requests that failed: what one rank counted until then is of its heads, and is joined with
-    none."""
-    for one in step.scheduled:
-        found = result.requests[one.request_id]
-        if not found.is_good:
-            for each in (found, *found.rows):
-                each.calls, each.late = [], {}
-
-
-def join_counts(
-    part: HeadPart, step: StepInput, result: StepResult, good: Sequence[bool], told: list[RankCounts]
-) -> None:
-    """Let the calls of the ``good`` requests of ``step`` count the heads of all ranks, as they were ``told``; ``part``
-    says which heads these have."""
-    for number, row in enumerate(_rows(step, result, good)):
-        for at, call in enumerate(row.calls):
-            parts = [rank.calls[number][at] for rank in told]
-            if parts:
-                row.calls[at] = _joined(call, parts, part.at(call.layer))
-            else:
-                row.calls[at] = replace(call, used=_widened(call.used, part.parts))
-
-
-def _rows(step: StepInput, result: StepResult, good: Sequence[bool]) -> list[RequestResult]:
-    """Where the calls of the good requests are written down."""
-    requests = [result.requests[one.request_id] for one, stood in zip(step.scheduled, good) if stood]
-    return [row for one in requests for row in (one, *one.rows)]
-
-
-class RankCounts(NamedTuple):
-    """What a rank counted in a step: its part of each call of each row; by request and plan, what its kernels did."""
-
-    calls: list[list[_Told]]
-    late: dict[tuple[int, Hashable], DeviceCounts]
-
-
-class _Told(NamedTuple):
-    """A rank's part of a call: ``pairs`` int64 [its heads]."""
-
-    pairs: Tensor
-    cost: Cost
-    coverage: Tensor | None
-
-
-def _told(call: CallCount) -> _Told:
-    heads = call.used.shape.heads
-    read = call.used.pairs if isinstance(call.used, ReadPairs) else pairs_of(call.used)
-    return _Told(read.cpu().expand(heads).clone(), call.cost, None if call.coverage is None else call.coverage.cpu())
-
-
-def _joined(call: CallCount, parts: Sequence[_Told], heads: HeadPart) -> CallCount:
-    costs, kind = [part.cost for part in parts], call.used.kind if isinstance(call.used, ReadPairs) else type(call.used)
-    searches = [cost.searches for cost in costs if cost.searches is not None]
-    cost = Cost(
-        scored=round(sum(one.scored for one in costs) / len(costs)),  # of each head
-        estimated=round(sum(one.estimated for one in costs) / len(costs)),
-        searches=sum(searches) if searches else None,
-        notes=list(dict.fromkeys(note for one in costs for note in one.notes)),
-        certified=dict(sum((Counter(one.certified) for one in costs), Counter())),
-        rounding=max((one.rounding for one in costs if one.rounding is not None), default=None),
-    )
-    coverage = [part.coverage for part in parts if part.coverage is not None]
-    shape = _wide(call.used.shape, len(parts))
-    used = ReadPairs(shape, heads.join([part.pairs for part in parts]), kind)
-    return replace(call, used=used, cost=cost, coverage=torch.cat(coverage) if coverage else None)
-
-
-def _wide(shape: Shape, ranks: int) -> Shape:
-    return replace(shape, heads=shape.heads * ranks, kv_heads=shape.kv_heads * ranks)
-
-
-def _widened(used: Selection | ReadPairs, ranks: int) -> Selection | ReadPairs:
-    """What reads alike in all heads, of the heads of all ranks."""
-    return replace(used, shape=_wide(used.shape, ranks))  # type: ignore[type-var]
 
 
 def _stats(parts: Sequence[LayerStats], heads: HeadPart) -> LayerStats:

@@ -288,12 +288,6 @@ def gather_named(group: Group, name: tuple[int, ...], own: Tensor) -> list[Tenso
     return group.gather(own)
 
 
-def others_fail(group: Group, own: list[bool]) -> list[bool]:
-    """Of some requests, of which this rank failed ``own``, which another rank has failed."""
-    flags = group.sum(torch.tensor(own, dtype=torch.float32, device="cpu"))
-    return [count > mine for count, mine in zip(flags.tolist(), own)]
-
-
 def send(process: subprocess.Popen[bytes], data: bytes) -> None:
     """Write to a rank's input. OSError where it has ended, or reads nothing for ``ANSWER_SECONDS``."""
     assert process.stdin is not None

@@ -31,13 +31,19 @@ class Replay(NamedTuple):
 
 
 class Audits(NamedTuple):
-    """What is audited of the next step's rows, by request: the KV heads of the model by layer, and ``RowAudit.whole``;
-    the ranks gather what they found. The others are as of ``Watch``."""
+    """What is audited of the next step's rows, by request: the KV heads of the model by layer, and ``RowAudit.whole``.
+    The others are as of ``Watch``."""
 
     drawn: dict[int, tuple[Mapping[int, list[int]], bool]]
     audited: frozenset[int]
     replays: frozenset[int]
     replays_next: bool
+
+
+class TakeFindings(NamedTuple):
+    """Tell what a request's audits found; the ranks gather it."""
+
+    request: int
 
 
 class Look(NamedTuple):
@@ -192,6 +198,7 @@ Message = (
     Run
     | Replay
     | Audits
+    | TakeFindings
     | Look
     | TakeSeen
     | Decision

@@ -7,15 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from saccade.engine.memory.saved_memory import OLDER
-from saccade.engine.ranks.counts import (
-    LateOfAll,
-    exchange,
-    fold_counts,
-    keep_counts,
-    share_counts,
-)
+from saccade.engine.ranks.counts import KeptCounts, exchange, keep_counts, keep_moved
+from saccade.engine.ranks.drafted import share_rows
+from saccade.engine.ranks.findings import AUDIT
 from saccade.engine.ranks.leads import OtherLead
-from saccade.engine.ranks.link import Group, RankGroup, others_fail
+from saccade.engine.ranks.link import Group, RankGroup
 from saccade.engine.ranks.looks import looking, seen_by
 from saccade.engine.ranks.memories import gathered
 from saccade.engine.ranks.messages import (
@@ -40,18 +36,19 @@ from saccade.engine.ranks.messages import (
     SaveSnapshot,
     Settled,
     TakeCounts,
+    TakeFindings,
     TakeSeen,
     Truncate,
 )
+from saccade.engine.ranks.outcomes import outcomes
 from saccade.engine.ranks.watch import SumCounts
-from saccade.engine.ranks.worker import RankWorker, failed_rows, tiered_rows
+from saccade.engine.ranks.worker import RankWorker, tiered_rows
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult
 from saccade.engine.watch.audit import AuditOptions, HeadsAudit, RowAudit
 from saccade.engine.watch.bounds import Bounds
 from saccade.engine.watch.device_counts import DeviceCounts
 from saccade.engine.watch.maps import Maps
-from saccade.engine.watch.phase_stats import Late
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.states import StateFormat
@@ -76,7 +73,8 @@ class OtherRank(RankWorker):
     ) -> None:
         super().__init__(runner, setting, exact, cuda_graphs and group.records)
         self._group, self._pool, self._steps = group, pool, steps
-        self._late: dict[tuple[int, Hashable], Late] = {}  # counts that the first rank may ask for
+        self._kept: dict[tuple[int, Hashable], KeptCounts] = {}  # counts that the first rank may ask for
+        self._audits: dict[int, HeadsAudit] = {}  # of requests
         self._seen: dict[tuple[int, Hashable], Maps | Bounds] = {}  # likewise what was seen
 
     @property
@@ -107,12 +105,16 @@ class OtherRank(RankWorker):
                 watch = self.setting.watch
                 watch.audited, watch.replays, watch.replays_next = message[1:]
                 watch.audits = {
-                    number: RowAudit(HeadsAudit(AuditOptions(), 0), drawn, whole, self.setting.part)
+                    number: RowAudit(
+                        self._audits.setdefault(number, HeadsAudit(AuditOptions(), 0)), drawn, whole, heads
+                    )
                     for number, (drawn, whole) in message.drawn.items()
                 }
+            elif isinstance(message, TakeFindings):
+                exchange(self._group, self._audits[message.request].take())
             elif isinstance(message, TakeCounts):
-                late = self._late.get((message.request, message.name))
-                exchange(self._group, DeviceCounts() if late is None else late.take())
+                kept = self._kept.get((message.request, message.name))
+                exchange(self._group, DeviceCounts() if kept is None else kept.take())
             elif isinstance(message, RecordStep):
                 with self._in_step():
                     if self.device is None or not self.device.prepare_one(self._pool, *message):
@@ -166,28 +168,20 @@ class OtherRank(RankWorker):
         self, step: StepInput, times: int, goes_on: bool, forget: tuple[tuple[int, Hashable], ...]
     ) -> None:
         for key in forget:
-            self._late.pop(key, None)
+            self._kept.pop(key, None)
             self._seen.pop(key, None)
+            if key[1] == AUDIT:
+                self._audits.pop(key[0], None)
         for one in step.scheduled:
             self._open(one.sequence_id)
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
         with self._in_step():
             result = self.run(step, times, goes_on)
-        fold_counts(step, result, tiered_rows(step, self.memories))
-        own = failed_rows(step, result)
-        failed = others_fail(self._group, own)
-        good = [not (bad or other) for bad, other in zip(own, failed)]
-        keep_counts(step, result, good, self._late)
-        share_counts(self._group, step, result, good)
-        audits = self.setting.watch.audits
+        ends = outcomes(self._group, step, result, self.memories)
+        keep_moved(step, result, self._kept)
+        keep_counts(step, result, ends, tiered_rows(step, self.memories), self._kept)
+        share_rows(self._group, step, result, ends)
         self.setting.watch.begin({})
-        if audits:
-            noted = {number: one.audit for number, one in audits.items()}
-            exchange(
-                self._group, {number: one.findings for number, one in noted.items() if isinstance(one, HeadsAudit)}
-            )
-        for number, found in result.requests.items():
-            self._late |= {(number, name): late for name, late in found.late.items() if not isinstance(late, LateOfAll)}
 
     def _open(self, sequence: int) -> None:
         """A memory for a sequence that this rank meets for the first time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -19,33 +19,22 @@ import torch
 
 from saccade.engine.attention import AttentionBackend, StepFailedError
 from saccade.engine.memory.memories import Memories
-from saccade.engine.ranks.counts import (
-    DENSE,
-    KeptCalls,
-    LateOfAll,
-    LateOfRanks,
-    RankCounts,
-    drop_counts,
-    exchange,
-    fold_counts,
-    join_counts,
-    keep_counts,
-    share_counts,
-)
+from saccade.engine.ranks.counts import DENSE, KeptCounts, LateOfRanks, drop_counts, exchange, keep_counts
+from saccade.engine.ranks.drafted import join_rows, share_rows
+from saccade.engine.ranks.findings import AuditsOfRanks
 from saccade.engine.ranks.leads import FirstLead
-from saccade.engine.ranks.link import Group, RankLink, RanksLost, others_fail
+from saccade.engine.ranks.link import Group, RankLink, RanksLost
 from saccade.engine.ranks.looks import Looks
 from saccade.engine.ranks.memories import SharedMemories
 from saccade.engine.ranks.messages import (
-    Audits,
     RecordStep,
     Replay,
     Run,
     TakeCounts,
 )
+from saccade.engine.ranks.outcomes import Outcome, outcomes
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult, results_of
-from saccade.engine.watch.audit import Findings, RowAudit
 from saccade.engine.watch.device_counts import DeviceCounts
 from saccade.engine.worker import Worker
 from saccade.errors import SaccadeError
@@ -68,7 +57,8 @@ class RankWorker(Worker):
         self, backend: AttentionBackend, step: StepInput, which: Sequence[int], result: StepResult
     ) -> tuple[list[int], list[int]]:
         """Over tiers each rank's memory holds other blocks: a device serves requests for which it can on all ranks, and
-        all of whose blocks are resident there."""
+        all of whose blocks are resident there. That takes a message of its own in each step: the ranks of a request
+        must all launch a recorded step or none, and no rank knows what is resident on another."""
         served, left = super()._served(backend, step, which, result)
         if backend is not self.device or not which or not any(tiered_rows(step, self.memories)):
             return served, left
@@ -97,12 +87,11 @@ class FirstRank(RankWorker):
         records = cuda_graphs and link.group.records
         super().__init__(runner, setting, exact, records, memories=SharedMemories(link, setting.part))
         self._link = link
-        self._folded: WeakValueDictionary[tuple[int, Hashable], LateOfAll] = WeakValueDictionary()
         self._late: WeakValueDictionary[tuple[int, Hashable], LateOfRanks] = WeakValueDictionary()
-        self._calls: WeakValueDictionary[tuple[int, Hashable], KeptCalls] = WeakValueDictionary()  # of this rank
+        self._kept: WeakValueDictionary[tuple[int, Hashable], KeptCounts] = WeakValueDictionary()  # of this rank
         self._forgotten: deque[tuple[int, Hashable]] = deque()  # what no report asks for any more
         self._replays = False  # whether a step is a replay
-        self._looks = Looks(link, setting.part)
+        self._looks, self._audits = Looks(link, setting.part), AuditsOfRanks(link, setting.part)
         self.lead()
 
     def lead(self) -> None:
@@ -136,32 +125,28 @@ class FirstRank(RankWorker):
         return done
 
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
-        forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
         goes_on = goes_on and not any(tiered_rows(step, self.memories))
-        watch, audits = self.setting.watch, self.setting.watch.audits
-        self._looks.tell(watch, self._forgotten)
-        if audits or watch.audited or watch.replays or watch.replays_next:
-            drawn = {number: (one.drawn, one.whole) for number, one in audits.items()}
-            self._link.tell(Audits(drawn, watch.audited, watch.replays, watch.replays_next))
-        self._link.tell(Replay(step) if self._replays else Run(step, times, goes_on, forget))
+        self._looks.tell(self.setting.watch, self._forgotten)
+        self._audits.tell(self.setting.watch, self._forgotten)
+        if self._replays:
+            self._link.tell(Replay(step))
+        else:
+            forget = tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))
+            self._link.tell(Run(step, times, goes_on, forget))
         try:
             with self._link.in_step():
                 result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(failed_rows(step, result)):  # a rank may be lost behind the last sum
-                fold_counts(step, result, tiered_rows(step, self.memories))
-                group, own = self._link.group, failed_rows(step, result)
-                failed = others_fail(group, own)
-                for one in (one for one, bad in zip(step.scheduled, failed) if bad):
-                    result.requests[one.request_id].error = f"{one.phase}: it failed in another rank"
-                good = [not (bad or other) for bad, other in zip(own, failed)]
+                group, tiered = self._link.group, tiered_rows(step, self.memories)
+                ends = outcomes(group, step, result, self.memories)
+                note_failed(step, result, ends)
+                keep_counts(step, result, ends, tiered, self._kept)
                 heads = self.setting.part
-                keep_counts(step, result, good, self._calls)
-                told = share_counts(group, step, result, good)[:: heads.copies]
-                join_counts(heads, step, result, good, told)
-                self._count_late(step, result, told)
-                if audits:
-                    self._take_audits(audits)
-            drop_counts(step, result)
+                join_rows(heads, step, result, ends, share_rows(group, step, result, ends)[:: heads.copies])
+                self._count_late(step, result, ends, tiered)
+            else:
+                for found in result.requests.values():
+                    drop_counts(found)
         except BaseException as error:  # an interrupt, too: the others are within the step
             lost = self._link.lose(error)
             if not isinstance(error, Exception):
@@ -177,36 +162,23 @@ class FirstRank(RankWorker):
         finally:
             self._replays = False
 
-    def _take_audits(self, audits: Mapping[int, RowAudit]) -> None:
-        """Count what the others found of their heads."""
-        own: dict[int, Findings] = {}  # which have been counted
-        for findings in exchange(self._link.group, own)[:: self.setting.part.copies][1:]:
-            for number, one in findings.items():
-                audits[number].audit.left_out += one.left_out
-                for found in one.found:
-                    audits[number].audit.found(*found)
-
-    def _count_late(self, step: StepInput, result: StepResult, told: list[RankCounts]) -> None:
-        """Have counted what kernels did beside the calls, of the heads of all ranks."""
-        dense = {one.request_id: one.policy == DENSE for one in step.scheduled}
-        for number, found in result.requests.items():
+    def _count_late(self, step: StepInput, result: StepResult, ends: Sequence[Outcome], tiered: Sequence[bool]) -> None:
+        """Have reports ask for what was kept, of the heads of all ranks. Ranks read alike what is dense, where no key
+        of some head is gone; what their tiers have moved they know alone."""
+        for one, end, moves in zip(step.scheduled, ends, tiered):
+            found, alike = result.requests[one.request_id], one.policy == DENSE and not end.gone and not moves
             for name, own in found.late.items():
-                if isinstance(own, LateOfAll):
-                    folded = self._folded.setdefault((number, name), LateOfAll(self.setting.part))
-                    folded.add([rank.late[number, name] for rank in told] or [own.take()] * self.setting.part.parts)
-                    found.late[name] = folded
-                    continue
-                late = self._late.get((number, name))
+                key = one.request_id, name
+                late = self._late.get(key)
                 if late is None:
-                    late = LateOfRanks(partial(self._counted, number, name, dense[number]), self.setting.part)
-                    self._late[number, name] = late
-                    weakref.finalize(late, self._forgotten.append, (number, name))
-                late.note(own)
+                    late = self._late[key] = LateOfRanks(partial(self._counted, *key), self.setting.part)
+                    weakref.finalize(late, self._forgotten.append, key)
+                late.note(own, alike)
                 found.late[name] = late
 
-    def _counted(self, request: int, name: Hashable, dense: bool, own: DeviceCounts) -> Sequence[DeviceCounts]:
-        """What all ranks have counted; as much as the first where they read alike, or the others are lost."""
-        if not dense and self._link.lost is None:
+    def _counted(self, request: int, name: Hashable, own: DeviceCounts) -> Sequence[DeviceCounts]:
+        """What all ranks have counted; as much as the first where the others are lost."""
+        if self._link.lost is None:
             try:
                 self._link.tell(TakeCounts(request, name))
                 return exchange(self._link.group, own)[:: self.setting.part.copies]
@@ -223,6 +195,16 @@ class FirstRank(RankWorker):
 def failed_rows(step: StepInput, result: StepResult) -> list[bool]:
     """Which requests of a step this rank has failed."""
     return [not result.requests[one.request_id].is_good for one in step.scheduled]
+
+
+def note_failed(step: StepInput, result: StepResult, ends: Sequence[Outcome]) -> None:
+    """Say of requests that another rank has failed that they failed; or that they are to be computed again, where it
+    has lost some of their keys."""
+    for one, end in zip(step.scheduled, ends):
+        found = result.requests[one.request_id]
+        if end.here and not end.good:
+            found.error = f"{one.phase}: it failed in another rank"
+        found.lost = end.lost
 
 
 def tiered_rows(step: StepInput, memories: Memories) -> list[bool]:

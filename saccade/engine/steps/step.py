@@ -243,6 +243,10 @@ class RequestResult:
         """Whether nothing broke."""
         return not self.undone and all(one.error is None for one in (self, *self.rows))
 
+    def step_bytes(self, one: ScheduledRequest) -> int | None:
+        """``asked_bytes``, of a decode step that was not given all of its keys."""
+        return self.asked_bytes if one.phase == "decode" and self.asked_bytes and not self.whole else None
+
     @classmethod
     def of(cls, one: ScheduledRequest) -> RequestResult:
         """Where to write down what the rows of a request do."""

@@ -9,7 +9,7 @@ observation: their mean. The estimates are of the mean over all places.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Audit:
     agreement: Share = field(default_factory=Share)
     divergence: Mean = field(default_factory=Mean)
     controlled: Any = None  # what says where a target's dial stands
+    elsewhere: Callable[[], Sequence[Findings]] | None = None  # what other processes found: set while that may be new
     _waiting: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
     _held: int = 0  # observations that wait
     _coming: tuple[Copied, list[tuple[bool, Place]]] | None = None  # those on their way from a device
@@ -134,7 +135,12 @@ class Audit:
             self._count()
 
     def settle(self) -> None:
-        """Count what still lies on a device."""
+        """Count what still lies on a device, and what others have found."""
+        ask, self.elsewhere = self.elsewhere, None
+        for findings in () if ask is None else ask():
+            self.left_out += findings.left_out
+            for found in findings.found:
+                self.found(*found)
         if self._waiting:
             self._send()
         self._count()
@@ -197,7 +203,7 @@ class Audit:
 
 
 class Findings(NamedTuple):
-    """What a process found of a row's places, as of ``Audit.found``; and how many it left out."""
+    """What a process found of a request's places, as of ``Audit.found``; and how many it left out."""
 
     found: list[tuple[Tensor, bool, Sequence[Place]]]
     left_out: int
@@ -205,18 +211,33 @@ class Findings(NamedTuple):
 
 @dataclass
 class HeadsAudit(Audit):
-    """Of a process that audits its own heads for another's ``Audit``: it notes what it finds."""
+    """Of a process that audits its own heads for another's ``Audit``: it keeps what it finds until it is asked."""
 
-    noted: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
+    noted: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)  # on the host
+    _fresh: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
 
     def found(self, values: Tensor, whole: bool, places: Sequence[Place]) -> None:
-        """See :class:`Audit`."""
-        self.noted.append((values.cpu(), whole, places))
+        """See :class:`Audit`. What has gathered on a device is brought here now and then."""
+        self._fresh.append((values, whole, places))
+        self._held += len(values)
+        if self._held >= WAITING:
+            self._rest()
 
-    @property
-    def findings(self) -> Findings:
-        """All of it."""
-        return Findings(self.noted, self.left_out)
+    def take(self) -> Findings:
+        """What was found since the last time."""
+        self._rest()
+        told, self.noted, self.left_out = Findings(self.noted, self.left_out), [], 0
+        return told
+
+    def _rest(self) -> None:
+        """Hold nothing on a device, and what is alike in one piece."""
+        made: dict[tuple[bool, torch.device], tuple[list[Tensor], list[Place]]] = {}
+        for values, whole, places in self._fresh:
+            tensors, known = made.setdefault((whole, values.device), ([], []))
+            tensors.append(values)
+            known.extend(places)
+        self.noted += [(torch.cat(tensors).cpu(), whole, known) for (whole, _), (tensors, known) in made.items()]
+        self._fresh, self._held = [], 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.engine.steps.step import CallCount, ReadPairs
 from saccade.engine.watch.layer_stats import LayerStats
+from saccade.kv.tier import TierCounts
 from saccade.methods.host_state import HostState
 from saccade.ops.tallies import Counted
 from saccade.selection import Selection
@@ -22,17 +23,30 @@ NOTED = 32  # rows whose stopping rules are added up at once
 @dataclass
 class DeviceCounts:
     """``layers`` of a request that were called, by number, and how often which ``kinds`` of selection and which
-    ``backends`` ran, layers added up."""
+    ``backends`` ran, layers added up. ``tiers``: all that other processes' tiers have moved so far; ``step_bytes``: of
+    keys and values that the last decode step asked for there."""
 
     layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
+    tiers: TierCounts | None = None
+    step_bytes: int | None = None
 
     def add(self, call: CallCount) -> None:
         """Count one call."""
         self.layers.setdefault(call.layer, LayerStats()).add(call)
         for names, name in ((self.kinds, selection_kind(call.used)), (self.backends, call.backend)):
             names[name] = names.get(name, 0) + 1
+
+    def plus(self, other: DeviceCounts) -> None:
+        """Count the calls that ``other`` has counted, which nothing else reads any more."""
+        for layer, more in other.layers.items():
+            have = self.layers.setdefault(layer, more)
+            if have is not more:
+                have.plus(more)
+        for known, fresh in ((self.kinds, other.kinds), (self.backends, other.backends)):
+            for name, calls in fresh.items():
+                known[name] = known.get(name, 0) + calls
 
 
 def selection_kind(selection: Selection | ReadPairs) -> str:
@@ -53,6 +67,11 @@ class LateCounts:
         self._noted: list[tuple[Tensor, Tensor]] = []  # by rules, not added up yet
         self._late: Counted | None = None
         self._start_anew()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether no device is asked for what was counted."""
+        return self.row is None and (self._late is None or self._late.keys.device.type == "cpu")
 
     def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
         """Count one row that sees ``length`` keys, the turn's decode step ``step``; with ``times=-1`` take that back.

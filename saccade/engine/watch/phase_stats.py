@@ -10,6 +10,7 @@ from saccade.engine.steps.paths import Path
 from saccade.engine.steps.step import RequestResult
 from saccade.engine.watch.device_counts import DeviceCounts, selection_kind
 from saccade.engine.watch.layer_stats import LayerStats
+from saccade.kv.tier import TierCounts
 
 
 class Late(Protocol):
@@ -32,6 +33,8 @@ class PhaseStats:
     tokens: int = 0
     seconds: float = 0.0
     late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
+    moved: TierCounts | None = None  # by tiers of other processes, as far as they were asked
+    step_bytes: int | None = None  # of keys and values that the last step asked for there
 
     def take(self, result: RequestResult, method: str, tokens: int, seconds: float) -> None:
         """Count what a step did in ``seconds`` under ``method`` (its text) for ``tokens`` rows."""
@@ -51,6 +54,7 @@ class PhaseStats:
             self.paths[result.path] = self.paths.get(result.path, 0) + tokens
 
     def _add_late(self, counts: DeviceCounts) -> None:
+        self.moved, self.step_bytes = counts.tiers or self.moved, counts.step_bytes or self.step_bytes
         for layer, stats in counts.layers.items():
             self.layers[layer].plus(stats)
         for have, more in ((self.kinds, counts.kinds), (self.backends, counts.backends)):

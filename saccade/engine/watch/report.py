@@ -98,8 +98,7 @@ class Report:
         text = method.text if self.dialed is None or rows.phase == "prefill" else self.dialed
         stats.take(result, text, rows.stop - rows.start, seconds)
         self.take_tiers([result])
-        if rows.phase == "decode" and result.asked_bytes and not result.whole:
-            self._step_bytes = result.asked_bytes
+        self._step_bytes = result.step_bytes(rows) or self._step_bytes
         for note in result.notes:
             self.note(note)
 
@@ -153,6 +152,7 @@ class Report:
         started = self._scheduled if self._scheduled is not None else self._finished
         ended = self._finished if self._finished is not None else self._counted
         found = self.contradicted()
+        phases = self.prefill.as_dict(), self.decode.as_dict()
         audit = None if self.audit is None else self.audit.as_dict()
         if audit is not None:
             audit["contradiction"] = None if found is None else found.as_dict()
@@ -183,11 +183,25 @@ class Report:
             "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),
             "longest_gap_seconds": round(self.longest_gap, 6),
             "total_seconds": round(ended - self._arrived, 6),
-            "prefill": self.prefill.as_dict(),
-            "decode": self.decode.as_dict(),
+            "prefill": phases[0],
+            "decode": phases[1],
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
-            "tiers": None if self.tiers is None else self.tiers.as_dict() | {"step_bytes": self._step_bytes},
+            "tiers": self._moved(),
             "audit": audit,
             "bounds": None if self.bounds is None else self.bounds.as_dict(),
             "notes": self.notes + told,
         }
+
+    def _moved(self) -> dict[str, Any] | None:
+        """What moved between memory and tiers, those of all processes that share the model out."""
+        others: TierCounts | None = None
+        moved, asked = self.tiers, self._step_bytes
+        for phase in (self.prefill, self.decode):
+            if phase.moved is not None:
+                others = others or TierCounts()
+                others.add(phase.moved)
+            if phase.step_bytes is not None:
+                asked = phase.step_bytes + (asked or 0)
+        if others is not None:
+            moved = others if moved is None else moved.beside(others)
+        return None if moved is None else moved.as_dict() | {"step_bytes": asked}
