@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Any
 
 from saccade.eval.drift.recommend import BOUND
-from saccade.eval.tune.study import BELOW_ROUNDING, ROUNDING
+from saccade.eval.tune.trial import BELOW_ROUNDING, ROUNDING
 
 POINTS = 0.02  # of a score of 1, that answers may lose
 DENSE = 0.99  # share of the keys from which on a setting is no choice beside dense attention

@@ -64,7 +64,7 @@ def made_passage(encode: Encode, length: int, steps: int, seed: int) -> Passage:
         if chars <= 0:
             raise RequestError(
                 f"--length {length} with {steps} forced tokens leaves no room for the {FACTS} facts of the made text; "
-                "give a larger --length, or a text with -f"
+                "give a larger --length, fewer --tokens, or a text with -f"
             )
     told: list[int] = []
     round = 0

@@ -13,10 +13,11 @@ from saccade import LLM, SamplingParams
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.tune import study
+from saccade.eval.tune import study, trial
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.eval.tune.page import table
-from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
+from saccade.eval.tune.study import tune
+from saccade.eval.tune.trial import BELOW_ROUNDING, Limits, Trial, Tried
 from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models import tuned as files
@@ -25,7 +26,7 @@ from saccade.models.loader import load_model
 from saccade.models.shards import Share
 from saccade.models.tuned import Times
 from saccade.models.tuned_heads import find_heads
-from saccade.passage import made_passage
+from saccade.passage import Passage, made_passage
 
 NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
 TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
@@ -140,11 +141,9 @@ def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
 
     def of(trial, text, phase):
         both = "+" in text
-        return study.Tried(
-            text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None
-        )
+        return Tried(text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None)
 
-    monkeypatch.setattr(study._Trial, "of", of)
+    monkeypatch.setattr(Trial, "of", of)
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
     assert [one.policy for one in found.tried] == ["psa", "sampled_rows", "sampled_rows+psa"]
     assert found.tuned is not None
@@ -157,11 +156,11 @@ def test_the_preset_is_tried_where_faster_ones_are_too_far_together(tiny_llama, 
 
     def of(trial, text, phase):
         seconds = 2.0 if text in (safe.text, Policy(prefill=safe.prefill).text) else 1.0
-        return study.Tried(
+        return Tried(
             text, phase, 0.1, 0.1, 1.0, 0.5, seconds, 4.0, "far" if "+" in text and text != safe.text else None
         )
 
-    monkeypatch.setattr(study._Trial, "of", of)
+    monkeypatch.setattr(Trial, "of", of)
     rungs = (Policy(prefill=safe.prefill).text, "sampled_rows")
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", rungs)))
     assert [one.policy for one in found.tried] == ["psa", *rungs, "sampled_rows+psa", safe.text]
@@ -178,6 +177,55 @@ def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
     assert not cache.exists()
 
 
+def flat(llm):
+    """A text of one token, at which every policy attends to the same value."""
+    return Passage((7,) * 213, 200)
+
+
+def test_what_holds_over_one_text_has_to_hold_over_the_others(tiny_llama, cache):
+    """Over a text of one token any policy does; over the other text the worst counts, and is named."""
+    options = {"ladders": (Ladder("decode", (NEAR, FAR)),), "bound": 0.02, "rounding": False}
+    alone = tune(config(tiny_llama), lambda llm: ("flat", flat(llm)), **options)
+    assert [one.why for one in alone.tried] == [None, None]
+    assert alone.tuned is not None
+    found = tune(
+        config(tiny_llama),
+        lambda llm: ("flat", flat(llm)),
+        also=[lambda llm: ("a text", passage(llm))],
+        **options,
+    )
+    near, far = found.tried
+    assert near.why is None
+    assert far.why is not None
+    assert far.why.endswith("(a text)")
+    assert far.kl == pytest.approx(found_of(tiny_llama, bound=0.02).tried[2].kl, rel=1e-4)
+    assert near.kl >= alone.tried[0].kl
+    assert found.tuned is not None
+    assert (found.tuned.policy, found.tuned.text) == (NEAR, "flat and a text")
+
+
+def test_no_other_text_is_run_where_the_first_says_no(tiny_llama, monkeypatch):
+    ran = []
+    monkeypatch.setattr(Limits, "why_not", lambda *drift: "too far")
+    monkeypatch.setattr(
+        trial, "run", lambda llm, text, *rest, **more: ran.append(text) or run(llm, text, *rest, **more)
+    )
+    found = found_of(tiny_llama, also=[lambda llm: ("flat", flat(llm))], ladders=(Ladder("decode", (NEAR,)),))
+    assert len(ran) == 1
+    assert found.tried[0].why == "too far (a text)"
+
+
+def test_rounding_of_each_text_is_the_yardstick_there(tiny_llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Limits, "why_not", lambda limits, *drift: asked.append(limits.rounding))
+    options = {"also": [lambda llm: ("flat", flat(llm))], "ladders": (Ladder("decode", (NEAR,)),), "rounding": True}
+    found = found_of(tiny_llama, **options)
+    assert list(found.roundings) == ["a text", "flat"]
+    assert asked == list(found.roundings.values())
+    assert found.tuned is not None
+    assert found.tuned.rounding == min(asked)
+
+
 def test_time_that_is_over_ends_it(tiny_llama):
     assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
 
@@ -191,8 +239,9 @@ def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp
 
 def test_rounding_is_measured_beside(tiny_llama):
     found = found_of(tiny_llama, rounding=True)
-    assert found.rounding is not None
-    assert 0.5 < found.rounding <= 1
+    assert list(found.roundings) == ["a text"]
+    assert 0.5 < found.roundings["a text"] <= 1
+    assert f"| {100 * found.roundings['a text']:.1f} % | - | - | rounding (a text) |" in table(found)
 
 
 def test_limits():

@@ -12,6 +12,8 @@ import typer
 from saccade.cli.options import say_device, takes_engine
 from saccade.errors import RequestError, finite_number
 
+MADE_CONTEXT = 900  # tokens of the made text beside the user's, at least: its facts take room
+
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
     from saccade.llm import LLM
@@ -24,7 +26,8 @@ def tune(
         str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="UTF-8 text like yours; without it one is made.")
+        Path | None,
+        typer.Option("--file", "-f", help="UTF-8 text like yours, held beside the one that is made without it."),
     ] = None,
     length: Annotated[int, typer.Option("--length", help="Tokens of the text, the forced ones among them.")] = 4096,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens at its end that are forced as decode steps.")] = 128,
@@ -52,15 +55,22 @@ def tune(
     check_lengths(length, tokens)
     text = None if file is None else read_text(file)
 
-    def source(llm: LLM) -> tuple[str, Passage]:
-        most = min(length, llm.max_model_len - 1, llm.engine.checks.most_tokens - 1)
-        if text is None or file is None:
-            return "made prose with facts", made_passage(llm.encode, most, tokens, 0)
-        return file.name, passage_of(text, llm.encode, most, tokens, str(file))
+    def room(llm: LLM, wanted: int) -> int:
+        return min(wanted, llm.max_model_len - 1, llm.engine.checks.most_tokens - 1)
+
+    def made(llm: LLM) -> tuple[str, Passage]:
+        wanted = length if text is None else max(length, tokens + MADE_CONTEXT)
+        return "made prose with facts", made_passage(llm.encode, room(llm, wanted), tokens, 0)
+
+    def given(llm: LLM) -> tuple[str, Passage]:
+        assert text is not None
+        assert file is not None
+        return file.name, passage_of(text, llm.encode, room(llm, length), tokens, str(file))
 
     found = study(
         replace(config, model=model_name or config.model),
-        source,
+        made if text is None else given,
+        also=() if text is None else (made,),
         bound=bound,
         seconds=seconds,
         rounding=rounding,
