@@ -227,7 +227,19 @@ def test_rounding_of_each_text_is_the_yardstick_there(tiny_llama, monkeypatch):
 
 
 def test_time_that_is_over_ends_it(tiny_llama):
-    assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
+    said: list[str] = []
+    assert len(found_of(tiny_llama, seconds=1e-3, note=said.append).tried) == 1
+    left = f"streaming(sinks=1, window=2), {NEAR}, {FAR}, topk(k=1)"
+    assert f"the time is over; not tried: {left}; more --seconds give it more" in said
+
+
+def test_the_preset_is_tried_however_little_time_there_is(tiny_llama):
+    """A model that was tuned has no less than one that was not."""
+    found = found_of(tiny_llama, ladders=LADDERS, seconds=1e-3, bound=1e9)
+    safe = Policy.parse(SAFE)
+    alone = [safe.decode.text, Policy(prefill=safe.prefill).text]
+    assert [one.policy for one in found.tried[:2]] == alone
+    assert all("lfps" not in one.policy for one in found.tried)
 
 
 def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp_path, timed):

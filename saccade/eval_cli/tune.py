@@ -44,7 +44,7 @@ def tune(
 
     saccade tune path/to/checkpoint -f novel.txt
     """
-    from saccade.cli.inputs import read_text
+    from saccade.cli.inputs import has_room, read_text, room_of
     from saccade.eval.tune.page import table
     from saccade.eval.tune.study import tune as study
     from saccade.passage import check_lengths, made_passage, passage_of
@@ -55,17 +55,23 @@ def tune(
     check_lengths(length, tokens)
     text = None if file is None else read_text(file)
 
-    def room(llm: LLM, wanted: int) -> int:
-        return min(wanted, llm.max_model_len - 1, llm.engine.checks.most_tokens - 1)
+    def note(line: str) -> None:
+        print(f"saccade: {line}", file=sys.stderr, flush=True)
+
+    def fitting(llm: LLM, wanted: int) -> int:
+        if wanted < room_of(llm):
+            return wanted
+        note(f"{wanted:,} tokens and one to be predicted: {has_room(llm)}; {room_of(llm) - 1:,} are measured")
+        return room_of(llm) - 1
 
     def made(llm: LLM) -> tuple[str, Passage]:
         wanted = length if text is None else max(length, tokens + MADE_CONTEXT)
-        return "made prose with facts", made_passage(llm.encode, room(llm, wanted), tokens, 0)
+        return "made prose with facts", made_passage(llm.encode, fitting(llm, wanted), tokens, 0)
 
     def given(llm: LLM) -> tuple[str, Passage]:
         assert text is not None
         assert file is not None
-        return file.name, passage_of(text, llm.encode, room(llm, length), tokens, str(file))
+        return file.name, passage_of(text, llm.encode, fitting(llm, length), tokens, str(file))
 
     found = study(
         replace(config, model=model_name or config.model),
@@ -74,7 +80,7 @@ def tune(
         bound=bound,
         seconds=seconds,
         rounding=rounding,
-        note=lambda line: print(f"saccade: {line}", file=sys.stderr, flush=True),
+        note=note,
         started=say_device,
     )
     print(table(found), end="")

@@ -69,7 +69,8 @@ def tune(
     with load(config) as llm:
         started(llm)
         if isinstance(short := lengths_of(llm.engine), Untimed):
-            raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there")
+            way = "" if llm.model.spec.max_position == llm.max_model_len else "; a larger max_model_len gives it more"
+            raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there{way}")
         texts = [_read(llm, one, seed) for one in (source, *also)]
         roundings = _roundings(llm, config, texts, note) if rounding else {}
         began = time.monotonic()
@@ -145,13 +146,19 @@ def said_of(tuned: Tuned, densities: HeadDensities | None = None) -> str:
 
 
 def _climbed(trial: Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
-    """A rung of each ladder in turn, until one is too far or the time is over."""
+    """A rung of each ladder in turn, until one is too far or the time is over. The safe preset's are tried in any
+    case: a model that was tuned would else have less than one that was not."""
     tried: list[Tried] = []
+    late: list[str] = []
     left = [(ladder, iter(ladder.rungs)) for ladder in ladders]
     while left:
         for ladder, rungs in list(left):
             text = next(rungs, None)
-            if text is None or (tried and time.monotonic() > until):
+            if text is None:
+                left.remove((ladder, rungs))
+                continue
+            if tried and time.monotonic() > until and not is_safe(Policy.parse(text)):
+                late += [text, *rungs]
                 left.remove((ladder, rungs))
                 continue
             try:
@@ -164,6 +171,8 @@ def _climbed(trial: Trial, ladders: Sequence[Ladder], until: float, note: Say) -
             note(f"{text}: KL {one.kl:.4f}, {100 * one.agree:.1f} % agree" + (f": {one.why}" if one.why else ""))
             if one.why is not None:
                 left.remove((ladder, rungs))
+    if late:
+        note(f"the time is over; not tried: {', '.join(late)}; more --seconds give it more")
     return tried
 
 
