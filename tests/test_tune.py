@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from drift_texts import passage
@@ -231,6 +232,26 @@ def test_time_that_is_over_ends_it(tiny_llama):
     assert len(found_of(tiny_llama, seconds=1e-3, note=said.append).tried) == 1
     left = f"streaming(sinks=1, window=2), {NEAR}, {FAR}, topk(k=1)"
     assert f"the time is over; not tried: {left}; more --seconds give it more" in said
+
+
+@pytest.mark.parametrize(("least", "tried"), [(201, [NEAR, "psa"]), (400, ["psa"])])
+def test_over_a_short_text_the_preset_alone_is_tried(tiny_llama, least, tried):
+    """There others read nearly all, and say nothing of a longer one."""
+    ladders = (Ladder("decode", (NEAR,)), Ladder("decode", ("psa",)))
+    said: list[str] = []
+    found = found_of(tiny_llama, ladders=ladders, least=least, note=said.append)
+    assert [one.policy for one in found.tried] == tried
+    assert any("of 201 tokens others than the preset read nearly all" in line for line in said) == (least > 201)
+
+
+def test_a_context_without_room_for_more_is_no_short_text(tiny_llama):
+    small = replace(config(tiny_llama), max_model_len=1100)
+    options = {"ladders": (Ladder("decode", (NEAR,)),), "bound": 0.05, "rounding": False, "least": 4096}
+
+    def text(llm):
+        return "long", made_passage(llm.encode, 1090, 12, 0)
+
+    assert [one.policy for one in tune(small, text, **options).tried] == [NEAR]
 
 
 def test_the_preset_is_tried_however_little_time_there_is(tiny_llama):

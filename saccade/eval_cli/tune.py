@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from saccade.cli.options import say_device, takes_engine
 from saccade.errors import RequestError, finite_number
 
+LEAST = 4096  # tokens over which others than the preset are tried
 MADE_CONTEXT = 900  # tokens of the made text beside the user's, at least: its facts take room
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from saccade.engine.settings.config import EngineConfig
+    from saccade.eval.tune.study import Found
     from saccade.llm import LLM
     from saccade.passage import Passage
 
@@ -73,13 +77,15 @@ def tune(
         assert file is not None
         return file.name, passage_of(text, llm.encode, fitting(llm, length), tokens, str(file))
 
-    found = study(
+    found = _uninterrupted(
+        study,
         replace(config, model=model_name or config.model),
         made if text is None else given,
         also=() if text is None else (made,),
         bound=bound,
         seconds=seconds,
         rounding=rounding,
+        least=LEAST,
         note=note,
         started=say_device,
     )
@@ -88,3 +94,12 @@ def tune(
     for file in (found.file, found.heads):
         if file is not None:
             print(file)
+
+
+def _uninterrupted(study: Callable[..., Found], *args: Any, **options: Any) -> Found:
+    """What ``study`` finds; says that nothing is kept where it is interrupted."""
+    try:
+        return study(*args, **options)
+    except KeyboardInterrupt:
+        print("saccade: interrupted: nothing is kept, and policy auto is what it was", file=sys.stderr)
+        raise

@@ -28,6 +28,7 @@ from saccade.models.tuned_heads import keep_heads
 
 BOUND = 0.02  # nats
 SHARE = 0.8  # of the free memory, that a second copy of the model may take
+NEARLY = 0.9  # a made text may be a few tokens shorter than what it is to have
 TIMING = 0.3  # of the time, that is kept for timing
 
 Say = Callable[[str], None]
@@ -56,13 +57,16 @@ def tune(
     seconds: float = 120.0,
     rounding: bool = True,
     ladders: Sequence[Ladder] = LADDERS,
+    least: int = 0,
     seed: int = 0,
     note: Say = lambda text: None,
     started: Callable[[LLM], Any] = lambda llm: None,
 ) -> Found:
     """Find what the model of ``config`` allows over a text, in about so many ``seconds`` beside what dense attention
     takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``also``: further texts
-    over which it has to hold: one that a model foresees word by word hides what a policy loses. ``rounding``: measure
+    over which it has to hold: one that a model foresees word by word hides what a policy loses. ``least``: tokens that
+    some text must have, or what a context has room for, for others than the safe preset's settings to be tried: of
+    shorter ones they read nearly all. ``rounding``: measure
     what bfloat16's rounding does, too, which loads the model in the other dtype beside, where there is memory for that.
     SaccadeError as for any run."""
     config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
@@ -72,6 +76,12 @@ def tune(
             way = "" if llm.model.spec.max_position == llm.max_model_len else "; a larger max_model_len gives it more"
             raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there{way}")
         texts = [_read(llm, one, seed) for one in (source, *also)]
+        longest = max(len(one.passage.ids) for one in texts)
+        if longest < NEARLY * min(least, llm.engine.checks.limits.room):
+            note(
+                f"of {longest:,} tokens others than the preset read nearly all: it alone is tried; --length gives more"
+            )
+            ladders = [Ladder(one.phase, tuple(filter(_is_safe_rung, one.rungs))) for one in ladders]
         roundings = _roundings(llm, config, texts, note) if rounding else {}
         began = time.monotonic()
         trial = Trial(llm, [(one, Limits(bound, roundings.get(one.name))) for one in texts], seed)
@@ -89,7 +99,7 @@ def tune(
         tuned = Tuned(
             policy.text,
             " and ".join(one.name for one in texts),
-            max(len(one.passage.ids) for one in texts),
+            longest,
             float(f"{chosen.kl:.4g}"),
             chosen.agree,
             min(roundings.values(), default=None),
@@ -157,7 +167,7 @@ def _climbed(trial: Trial, ladders: Sequence[Ladder], until: float, note: Say) -
             if text is None:
                 left.remove((ladder, rungs))
                 continue
-            if tried and time.monotonic() > until and not is_safe(Policy.parse(text)):
+            if tried and time.monotonic() > until and not _is_safe_rung(text):
                 late += [text, *rungs]
                 left.remove((ladder, rungs))
                 continue
@@ -228,6 +238,10 @@ def _roundings(llm: LLM, config: EngineConfig, texts: Sequence[Text], note: Say)
             exact, rounded = (one.dense, logits) if other == ROUNDED else (logits, one.dense)
             found[one.name] = mean(compared(rounded, exact, one.passage)["agree"])
     return found
+
+
+def _is_safe_rung(text: str) -> bool:
+    return is_safe(Policy.parse(text))
 
 
 def _free_bytes(llm: LLM) -> int:
