@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from drift_texts import passage
-from engine_helpers import BLOCK_BYTES
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
+from tune_helpers import FAR, NEAR, TRIED, config, found_of, own_cache, quick_times  # noqa: F401
 
 from saccade import LLM, SamplingParams
-from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.tune import study, trial
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.eval.tune.page import table
 from saccade.eval.tune.study import tune
@@ -27,40 +24,7 @@ from saccade.models.loader import load_model
 from saccade.models.shards import Share
 from saccade.models.tuned import Times
 from saccade.models.tuned_heads import find_heads
-from saccade.passage import Passage, made_passage
-
-NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
-TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "saccade" / "tuned"
-
-
-@pytest.fixture(autouse=True)
-def timed(monkeypatch):
-    """Sparse takes half of dense's time from 100 tokens on."""
-    asked = []
-
-    def time(engine, policy, seconds, always):
-        assert always  # whoever tunes has the time
-        asked.append(policy.text)
-        return Times(policy.text, (100, 200), (1.0, 2.0), (0.5, 1.0), (1.0, 2.0), (0.5, 1.0))
-
-    monkeypatch.setattr(study, "timed", time)
-    return asked
-
-
-def config(folder):
-    return EngineConfig.of(model=folder, dtype="float32", kv_memory=400 * BLOCK_BYTES, prefill_chunk=64)
-
-
-def found_of(folder, **options):
-    options = {"ladders": TRIED, "bound": 0.05, "rounding": False} | options
-    return tune(config(folder), lambda llm: ("a text", passage(llm)), **options)
+from saccade.passage import made_passage
 
 
 def test_ladders_are_climbed_until_one_rung_drifts_too_far(tiny_llama, timed, cache):
@@ -178,80 +142,11 @@ def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
     assert not cache.exists()
 
 
-def flat(llm):
-    """A text of one token, at which every policy attends to the same value."""
-    return Passage((7,) * 213, 200)
-
-
-def test_what_holds_over_one_text_has_to_hold_over_the_others(tiny_llama, cache):
-    """Over a text of one token any policy does; over the other text the worst counts, and is named."""
-    options = {"ladders": (Ladder("decode", (NEAR, FAR)),), "bound": 0.02, "rounding": False}
-    alone = tune(config(tiny_llama), lambda llm: ("flat", flat(llm)), **options)
-    assert [one.why for one in alone.tried] == [None, None]
-    assert alone.tuned is not None
-    found = tune(
-        config(tiny_llama),
-        lambda llm: ("flat", flat(llm)),
-        also=[lambda llm: ("a text", passage(llm))],
-        **options,
-    )
-    near, far = found.tried
-    assert near.why is None
-    assert far.why is not None
-    assert far.why.endswith("(a text)")
-    assert far.kl == pytest.approx(found_of(tiny_llama, bound=0.02).tried[2].kl, rel=1e-4)
-    assert near.kl >= alone.tried[0].kl
-    assert found.tuned is not None
-    assert (found.tuned.policy, found.tuned.text) == (NEAR, "flat and a text")
-
-
-def test_no_other_text_is_run_where_the_first_says_no(tiny_llama, monkeypatch):
-    ran = []
-    monkeypatch.setattr(Limits, "why_not", lambda *drift: "too far")
-    monkeypatch.setattr(
-        trial, "run", lambda llm, text, *rest, **more: ran.append(text) or run(llm, text, *rest, **more)
-    )
-    found = found_of(tiny_llama, also=[lambda llm: ("flat", flat(llm))], ladders=(Ladder("decode", (NEAR,)),))
-    assert len(ran) == 1
-    assert found.tried[0].why == "too far (a text)"
-
-
-def test_rounding_of_each_text_is_the_yardstick_there(tiny_llama, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Limits, "why_not", lambda limits, *drift: asked.append(limits.rounding))
-    options = {"also": [lambda llm: ("flat", flat(llm))], "ladders": (Ladder("decode", (NEAR,)),), "rounding": True}
-    found = found_of(tiny_llama, **options)
-    assert list(found.roundings) == ["a text", "flat"]
-    assert asked == list(found.roundings.values())
-    assert found.tuned is not None
-    assert found.tuned.rounding == min(asked)
-
-
 def test_time_that_is_over_ends_it(tiny_llama):
     said: list[str] = []
     assert len(found_of(tiny_llama, seconds=1e-3, note=said.append).tried) == 1
     left = f"streaming(sinks=1, window=2), {NEAR}, {FAR}, topk(k=1)"
     assert f"the time is over; not tried: {left}; more --seconds give it more" in said
-
-
-@pytest.mark.parametrize(("least", "tried"), [(201, [NEAR, "psa"]), (400, ["psa"])])
-def test_over_a_short_text_the_preset_alone_is_tried(tiny_llama, least, tried):
-    """There others read nearly all, and say nothing of a longer one."""
-    ladders = (Ladder("decode", (NEAR,)), Ladder("decode", ("psa",)))
-    said: list[str] = []
-    found = found_of(tiny_llama, ladders=ladders, least=least, note=said.append)
-    assert [one.policy for one in found.tried] == tried
-    assert any("of 201 tokens others than the preset read nearly all" in line for line in said) == (least > 201)
-
-
-def test_a_context_without_room_for_more_is_no_short_text(tiny_llama):
-    small = replace(config(tiny_llama), max_model_len=1100)
-    options = {"ladders": (Ladder("decode", (NEAR,)),), "bound": 0.05, "rounding": False, "least": 4096}
-
-    def text(llm):
-        return "long", made_passage(llm.encode, 1090, 12, 0)
-
-    assert [one.policy for one in tune(small, text, **options).tried] == [NEAR]
 
 
 def test_the_preset_is_tried_however_little_time_there_is(tiny_llama):
