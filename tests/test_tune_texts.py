@@ -103,6 +103,7 @@ def test_the_command_holds_a_file_and_the_made_text(capsys, tiny_llama, tmp_path
     assert code == 0
     assert "30,000 tokens and one to be predicted: the context has room for 1,100 (--max-model-len gives up to" in err
     assert "1,099 are measured" in err
+    assert "12 forced tokens tell shares that agree apart by 8.3 points; give 67 or more" in err
     assert "rounding (text.txt)" in out
     assert "rounding (made prose with facts)" in out
     assert "| `psa` |" in out

@@ -51,6 +51,7 @@ def tune(
     from saccade.cli.inputs import has_room, read_text, room_of
     from saccade.eval.tune.page import table
     from saccade.eval.tune.study import tune as study
+    from saccade.eval.tune.trial import FEWEST
     from saccade.passage import check_lengths, made_passage, passage_of
 
     for name, value in (("bound", bound), ("seconds", seconds)):
@@ -61,6 +62,9 @@ def tune(
 
     def note(line: str) -> None:
         print(f"saccade: {line}", file=sys.stderr, flush=True)
+
+    if tokens < FEWEST:
+        note(f"{tokens} forced tokens tell shares that agree apart by {100 / tokens:.1f} points; give {FEWEST} or more")
 
     def fitting(llm: LLM, wanted: int) -> int:
         if wanted < room_of(llm):

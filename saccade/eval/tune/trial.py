@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from saccade.passage import Passage
 
 BELOW_ROUNDING = 0.03  # of tokens, that may agree fewer than bfloat16's rounding leaves
 UNTRIED = 0.5  # of both bounds, for policies that were not held over other texts: these may ask for more
+FEWEST = math.ceil(1 / (UNTRIED * BELOW_ROUNDING))  # forced tokens of which one is no more than may disagree
 ROUNDING = 0.98  # what that is taken to leave where it is not measured
 
 
