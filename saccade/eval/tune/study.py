@@ -66,9 +66,8 @@ def tune(
     takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``also``: further texts
     over which it has to hold: one that a model foresees word by word hides what a policy loses. ``least``: tokens that
     some text must have, or what a context has room for, for others than the safe preset's settings to be tried: of
-    shorter ones they read nearly all. ``rounding``: measure
-    what bfloat16's rounding does, too, which loads the model in the other dtype beside, where there is memory for that.
-    SaccadeError as for any run."""
+    shorter ones they read nearly all. ``rounding``: measure what bfloat16 rounding does, too, which loads the model in
+    the other dtype beside, where there is memory for that. SaccadeError as for any run."""
     config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
     with load(config) as llm:
         started(llm)
