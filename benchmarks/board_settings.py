@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from saccade.eval.drift.recommend import BOUND
-from saccade.eval.tune.study import BELOW_ROUNDING, ROUNDING
+from saccade.eval.tune.trial import BELOW_ROUNDING, ROUNDING
 
 POINTS = 0.02  # of a score of 1, that answers may lose
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?")  # of an option, not in a name

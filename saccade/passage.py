@@ -38,6 +38,8 @@ def passage_of(text: str, encode: Encode, length: int, steps: int, name: str = "
     """The first ``length`` tokens of ``text``, the last ``steps`` of them forced, and one token more to be predicted.
     RequestError where the text is shorter."""
     check_lengths(length, steps)
+    if not text.strip():
+        raise RequestError(f"{name} is empty; give a text of {length + 1} tokens")
     ids = encode(text, True)
     if len(ids) < length + 1:
         least = steps + 2
@@ -64,7 +66,7 @@ def made_passage(encode: Encode, length: int, steps: int, seed: int) -> Passage:
         if chars <= 0:
             raise RequestError(
                 f"--length {length} with {steps} forced tokens leaves no room for the {FACTS} facts of the made text; "
-                "give a larger --length, or a text with -f"
+                "give a larger --length, fewer --tokens, or a text with -f"
             )
     told: list[int] = []
     round = 0

@@ -6,17 +6,16 @@ import json
 
 import pytest
 from drift_texts import passage
-from engine_helpers import BLOCK_BYTES
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
+from tune_helpers import FAR, NEAR, TRIED, config, found_of, own_cache, quick_times  # noqa: F401
 
 from saccade import LLM, SamplingParams
-from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.drift.measure import compared, run
-from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.eval.tune.page import table
-from saccade.eval.tune.study import BELOW_ROUNDING, Limits, tune
+from saccade.eval.tune.study import tune
+from saccade.eval.tune.trial import BELOW_ROUNDING, Limits, Trial, Tried
 from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models import tuned as files
@@ -26,39 +25,6 @@ from saccade.models.shards import Share
 from saccade.models.tuned import Times
 from saccade.models.tuned_heads import find_heads
 from saccade.passage import made_passage
-
-NEAR, FAR = "topk(k=190)", "topk(k=2)"  # of 200 tokens
-TRIED = (Ladder("decode", (NEAR, FAR, "topk(k=1)")), Ladder("decode", ("streaming(sinks=1, window=2)", NEAR)))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "saccade" / "tuned"
-
-
-@pytest.fixture(autouse=True)
-def timed(monkeypatch):
-    """Sparse takes half of dense's time from 100 tokens on."""
-    asked = []
-
-    def time(engine, policy, seconds, always):
-        assert always  # whoever tunes has the time
-        asked.append(policy.text)
-        return Times(policy.text, (100, 200), (1.0, 2.0), (0.5, 1.0), (1.0, 2.0), (0.5, 1.0))
-
-    monkeypatch.setattr(study, "timed", time)
-    return asked
-
-
-def config(folder):
-    return EngineConfig.of(model=folder, dtype="float32", kv_memory=400 * BLOCK_BYTES, prefill_chunk=64)
-
-
-def found_of(folder, **options):
-    options = {"ladders": TRIED, "bound": 0.05, "rounding": False} | options
-    return tune(config(folder), lambda llm: ("a text", passage(llm)), **options)
 
 
 def test_ladders_are_climbed_until_one_rung_drifts_too_far(tiny_llama, timed, cache):
@@ -140,11 +106,9 @@ def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
 
     def of(trial, text, phase):
         both = "+" in text
-        return study.Tried(
-            text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None
-        )
+        return Tried(text, phase, 0.1, 0.1, 1.0, 0.5, 1.0 if phase == "decode" else 3.0, 4.0, "far" if both else None)
 
-    monkeypatch.setattr(study._Trial, "of", of)
+    monkeypatch.setattr(Trial, "of", of)
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
     assert [one.policy for one in found.tried] == ["psa", "sampled_rows", "sampled_rows+psa"]
     assert found.tuned is not None
@@ -157,11 +121,11 @@ def test_the_preset_is_tried_where_faster_ones_are_too_far_together(tiny_llama, 
 
     def of(trial, text, phase):
         seconds = 2.0 if text in (safe.text, Policy(prefill=safe.prefill).text) else 1.0
-        return study.Tried(
+        return Tried(
             text, phase, 0.1, 0.1, 1.0, 0.5, seconds, 4.0, "far" if "+" in text and text != safe.text else None
         )
 
-    monkeypatch.setattr(study._Trial, "of", of)
+    monkeypatch.setattr(Trial, "of", of)
     rungs = (Policy(prefill=safe.prefill).text, "sampled_rows")
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", rungs)))
     assert [one.policy for one in found.tried] == ["psa", *rungs, "sampled_rows+psa", safe.text]
@@ -179,7 +143,19 @@ def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
 
 
 def test_time_that_is_over_ends_it(tiny_llama):
-    assert len(found_of(tiny_llama, seconds=1e-3).tried) == 1
+    said: list[str] = []
+    assert len(found_of(tiny_llama, seconds=1e-3, note=said.append).tried) == 1
+    left = f"streaming(sinks=1, window=2), {NEAR}, {FAR}, topk(k=1)"
+    assert f"the time is over; not tried: {left}; more --seconds give it more" in said
+
+
+def test_the_preset_is_tried_however_little_time_there_is(tiny_llama):
+    """A model that was tuned has no less than one that was not."""
+    found = found_of(tiny_llama, ladders=LADDERS, seconds=1e-3, bound=1e9)
+    safe = Policy.parse(SAFE)
+    alone = [safe.decode.text, Policy(prefill=safe.prefill).text]
+    assert [one.policy for one in found.tried[:2]] == alone
+    assert all("lfps" not in one.policy for one in found.tried)
 
 
 def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp_path, timed):
@@ -191,8 +167,9 @@ def test_a_context_too_short_to_be_timed_is_refused_before_anything_is_tried(tmp
 
 def test_rounding_is_measured_beside(tiny_llama):
     found = found_of(tiny_llama, rounding=True)
-    assert found.rounding is not None
-    assert 0.5 < found.rounding <= 1
+    assert list(found.roundings) == ["a text"]
+    assert 0.5 < found.roundings["a text"] <= 1
+    assert f"| {100 * found.roundings['a text']:.1f} % | - | - | rounding (a text) |" in table(found)
 
 
 def test_limits():

@@ -64,7 +64,7 @@ WHOLE = Part()
 
 def room_of(llm: LLM) -> int:
     """Tokens of a context."""
-    return min(llm.max_model_len, llm.engine.checks.most_tokens)
+    return llm.engine.checks.limits.room
 
 
 def has_room(llm: LLM) -> str:

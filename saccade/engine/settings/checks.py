@@ -28,6 +28,11 @@ class PromptLimits:
     tier: str | None = None
 
     @property
+    def room(self) -> int:
+        """Tokens of a context."""
+        return min(self.max_model_len, self.most_tokens)
+
+    @property
     def _or_tier(self) -> str:
         return "give kv_disk, a folder and its size ('~/kv:100GiB')" if self.tier is None else f"kv_{self.tier}"
 

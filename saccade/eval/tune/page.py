@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.eval.tune.study import Found, Tried
+from saccade.eval.tune.study import Found
+from saccade.eval.tune.trial import Tried
 
 HEAD = ("policy", "KL to dense", "agrees", "keys read", "of dense's time", "")
 
@@ -10,8 +11,8 @@ HEAD = ("policy", "KL to dense", "agrees", "keys read", "of dense's time", "")
 def table(found: Found) -> str:
     """A line a policy, in the order in which they were tried, as Markdown; bfloat16's rounding first."""
     rows: list[tuple[str, ...]] = []
-    if found.rounding is not None:
-        rows.append(("bfloat16", "-", f"{100 * found.rounding:.1f} %", "-", "-", "rounding"))
+    for name, agreed in found.roundings.items():
+        rows.append(("bfloat16", "-", f"{100 * agreed:.1f} %", "-", "-", f"rounding ({name})"))
     kept = None if found.tuned is None else found.tuned.policy
     rows += [_cells(one, one.policy == kept) for one in found.tried]
     lines = [HEAD, ("---", "---:", "---:", "---:", "---:", "---"), *rows]

@@ -1,156 +1,107 @@
-"""Trying policies on a checkpoint: drift over a text, then the time that what is left takes beside dense attention."""
+"""Trying policies on a checkpoint: drift over texts, then the time that what is left takes beside dense attention."""
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from saccade.engine.settings.config import EngineConfig
 from saccade.engine.settings.pays import Untimed, lengths_of, pays_from, timed
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
+from saccade.eval.drift.recommend import BOUND
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
 from saccade.eval.setting import load
-from saccade.eval.stats import STRETCH, stretch_interval
 from saccade.eval.tune.ladders import LADDERS, Ladder
+from saccade.eval.tune.trial import ROUNDING, Limits, Text, Trial, Tried, is_safe, mean
 from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
-from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy
 from saccade.models.head_order import HeadDensities, gains
 from saccade.models.tuned import Tuned, keep_tuned, place_of
 from saccade.models.tuned_heads import keep_heads
-from saccade.passage import Passage
 
-BOUND = 0.02  # nats
-BELOW_ROUNDING = 0.03  # of tokens, that may agree fewer than bfloat16's rounding leaves
-UNTRIED = 0.5  # of both bounds, for policies that were not held over other texts: these may ask for more
-ROUNDING = 0.98  # what that is taken to leave where it is not measured
 SHARE = 0.8  # of the free memory, that a second copy of the model may take
+NEARLY = 0.9  # a made text may be a few tokens shorter than what it is to have
 TIMING = 0.3  # of the time, that is kept for timing
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One policy over the text. ``kl`` in nats and its upper end (95 %), ``agree`` from 0 to 1, ``density`` and
-    ``seconds`` of the phase that it acts in, dense's seconds beside; ``why``: what speaks against it, None where
-    nothing does. ``heads``: by phase, layer and query head the share of its keys that it read."""
-
-    policy: str
-    phase: str
-    kl: float
-    high: float
-    agree: float
-    density: float
-    seconds: float
-    dense_seconds: float
-    why: str | None
-    heads: Mapping[str, list[list[float]]] = field(default_factory=dict)
-
-    @property
-    def speed(self) -> float:
-        return self.dense_seconds / self.seconds if self.seconds else 0.0
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """What is kept of it: all but what single heads did."""
-        return {name: value for name, value in vars(self).items() if name != "heads"}
-
-
-@dataclass(frozen=True)
 class Found:
-    """``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written; ``heads``: the
+    """``roundings``: the share of tokens that bfloat16's rounding leaves, by text; empty where it was not measured.
+    ``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written; ``heads``: the
     file of what each KV head reads, None where that is not known."""
 
     tried: list[Tried]
-    rounding: float | None
+    roundings: dict[str, float]
     tuned: Tuned | None
     said: str
     file: Path | None
     heads: Path | None = None
 
 
-class Limits:
-    """What a policy may drift by: the upper end of its KL at most ``bound``, and as many tokens agree as bfloat16's
-    ``rounding`` leaves, less BELOW_ROUNDING. The safe preset, which was held over other texts on other models
-    (docs/results/choosing-tables.md), may use all of that here, others UNTRIED of it: one text says little of the
-    next."""
-
-    def __init__(self, bound: float, rounding: float | None) -> None:
-        self.bound, self.rounding = bound, ROUNDING if rounding is None else rounding
-
-    def why_not(self, policy: Policy, kl: float, high: float, agree: float) -> str | None:
-        """What speaks against ``policy``, whose KL in nats (its mean and upper end) and agreement these are."""
-        share = 1.0 if _is_safe(policy) else UNTRIED
-        bound, least = share * self.bound, self.rounding - share * BELOW_ROUNDING
-        if high > bound:
-            return f"KL {kl:.3f}, up to {high:.3f}, above {bound:g}"
-        return None if agree >= least else f"{100 * agree:.2f} % agree, fewer than {100 * least:.2f} %"
-
-
-def _is_safe(policy: Policy) -> bool:
-    """Whether each phase is dense or the safe preset's."""
-    safe = Policy.parse(SAFE)
-    return all(
-        one.is_dense or one == of_safe
-        for one, of_safe in ((policy.prefill, safe.prefill), (policy.decode, safe.decode))
-    )
-
-
 def tune(
     config: EngineConfig,
     source: Source,
     *,
+    also: Sequence[Source] = (),
     bound: float = BOUND,
     seconds: float = 120.0,
     rounding: bool = True,
     ladders: Sequence[Ladder] = LADDERS,
+    least: int = 0,
     seed: int = 0,
     note: Say = lambda text: None,
     started: Callable[[LLM], Any] = lambda llm: None,
 ) -> Found:
     """Find what the model of ``config`` allows over a text, in about so many ``seconds`` beside what dense attention
-    takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``rounding``: measure
-    what bfloat16's rounding does, too, which loads the model in the other dtype beside, where there is memory for that.
-    SaccadeError as for any run."""
+    takes (one policy that has begun is finished), time it, and keep it where ``auto`` finds it. ``also``: further texts
+    over which it has to hold: one that a model foresees word by word hides what a policy loses. ``least``: tokens that
+    some text must have, or what a context has room for, for others than the safe preset's settings to be tried: of
+    shorter ones they read nearly all. ``rounding``: measure what bfloat16 rounding does, too, which loads the model in
+    the other dtype beside, where there is memory for that. SaccadeError as for any run."""
     config = replace(config, enable_prefix_caching=True, policy=Policy())  # what prefills alike shares one prefill
     with load(config) as llm:
         started(llm)
         if isinstance(short := lengths_of(llm.engine), Untimed):
-            raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there")
-        text, passage = source(llm)
-        llm.engine.checks.prompt(list(passage.ids[:-1]))
-        dense, base = run(llm, passage, Policy(), seed=seed, weights=False)
-        agreed = _rounding(llm, config, passage, dense, note) if rounding else None
-        limits, began = Limits(bound, agreed), time.monotonic()
-        trial = _Trial(llm, passage, dense, base, limits, seed)
+            way = "" if llm.model.spec.max_position == llm.max_model_len else "; a larger max_model_len gives it more"
+            raise RequestError(f"there is nothing to tune: {short.why}; policy auto stays dense there{way}")
+        texts = [_read(llm, one, seed) for one in (source, *also)]
+        longest = max(len(one.passage.ids) for one in texts)
+        if longest < NEARLY * min(least, llm.engine.checks.limits.room):
+            note(
+                f"of {longest:,} tokens others than the preset read nearly all: it alone is tried; --length gives more"
+            )
+            ladders = [Ladder(one.phase, tuple(filter(_is_safe_rung, one.rungs))) for one in ladders]
+        roundings = _roundings(llm, config, texts, note) if rounding else {}
+        began = time.monotonic()
+        trial = Trial(llm, [(one, Limits(bound, roundings.get(one.name))) for one in texts], seed)
         until = began + (1 - TIMING) * seconds
         tried = _climbed(trial, ladders, until, note)
         chosen, joint = _joined(trial, tried, note)
         tried += joint
         if chosen is None:
             why = "Stay with dense: no policy that was tried reads less within the bounds, in less time."
-            return Found(tried, agreed, None, why, None)
+            return Found(tried, roundings, None, why, None)
         policy = Policy.parse(chosen.policy)
         times = timed(llm.engine, policy, max(TIMING * seconds, began + seconds - time.monotonic()), always=True)
         if isinstance(times, Untimed):
             raise RequestError(f"'{policy.text}' holds the bounds, but is not kept: {times.why}")
         tuned = Tuned(
             policy.text,
-            text,
-            len(passage.ids),
+            " and ".join(one.name for one in texts),
+            longest,
             float(f"{chosen.kl:.4g}"),
             chosen.agree,
-            agreed,
+            min(roundings.values(), default=None),
             times,
             datetime.date.today().isoformat(),
             [one.row for one in tried],
@@ -158,7 +109,14 @@ def tune(
         file = keep_tuned(llm.model, place_of(llm.model, config.threads, config.kv_dtype), tuned)
         densities = _densities(llm, tuned, chosen, tried)
         heads = keep_heads(llm.model.path, config.layers, densities) if densities.phases else None
-        return Found(tried, agreed, tuned, said_of(tuned, densities), file, heads)
+        return Found(tried, roundings, tuned, said_of(tuned, densities), file, heads)
+
+
+def _read(llm: LLM, source: Source, seed: int) -> Text:
+    """A text of ``source``, and dense attention over it."""
+    name, passage = source(llm)
+    llm.engine.checks.prompt(list(passage.ids[:-1]))
+    return Text(name, passage, *run(llm, passage, Policy(), seed=seed, weights=False))
 
 
 def _densities(llm: LLM, tuned: Tuned, chosen: Tried, tried: Sequence[Tried]) -> HeadDensities:
@@ -172,7 +130,7 @@ def _densities(llm: LLM, tuned: Tuned, chosen: Tried, tried: Sequence[Tried]) ->
             ran = next(one for one in tried if Policy.parse(one.policy).prefill == method)
         rows = ran.heads.get(phase, [])
         if len(rows) == spec.layers and not method.is_dense:
-            found[phase] = tuple(tuple(_mean(row[at : at + group]) for at in range(0, len(row), group)) for row in rows)
+            found[phase] = tuple(tuple(mean(row[at : at + group]) for at in range(0, len(row), group)) for row in rows)
     return HeadDensities(tuned.policy, tuned.text, tuned.made, **found)
 
 
@@ -196,36 +154,20 @@ def said_of(tuned: Tuned, densities: HeadDensities | None = None) -> str:
     return said
 
 
-@dataclass(frozen=True)
-class _Trial:
-    llm: LLM
-    passage: Passage
-    dense: Tensor
-    base: dict[str, Any]  # what dense took
-    limits: Limits
-    seed: int
-
-    def of(self, text: str, phase: str) -> Tried:
-        """One policy, run."""
-        policy = Policy.parse(text)
-        own, ran = run(self.llm, self.passage, policy, seed=self.seed, weights=False)
-        found = compared(own, self.dense, self.passage)
-        high = stretch_interval(found["kl"], min(STRETCH, len(found["kl"])), seed=self.seed).high
-        kl, agree = _mean(found["kl"]), _mean(found["agree"])
-        seconds, beside = (one[phase]["seconds"] for one in (ran, self.base))
-        why = self.limits.why_not(policy, kl, high, agree)
-        density = ran[phase]["density"] or 1.0
-        return Tried(text, phase, kl, high, agree, density, seconds, beside, why, ran["heads"])
-
-
-def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
-    """A rung of each ladder in turn, until one is too far or the time is over."""
+def _climbed(trial: Trial, ladders: Sequence[Ladder], until: float, note: Say) -> list[Tried]:
+    """A rung of each ladder in turn, until one is too far or the time is over. The safe preset's are tried in any
+    case: a model that was tuned would else have less than one that was not."""
     tried: list[Tried] = []
+    late: list[str] = []
     left = [(ladder, iter(ladder.rungs)) for ladder in ladders]
     while left:
         for ladder, rungs in list(left):
             text = next(rungs, None)
-            if text is None or (tried and time.monotonic() > until):
+            if text is None:
+                left.remove((ladder, rungs))
+                continue
+            if tried and time.monotonic() > until and not _is_safe_rung(text):
+                late += [text, *rungs]
                 left.remove((ladder, rungs))
                 continue
             try:
@@ -238,10 +180,12 @@ def _climbed(trial: _Trial, ladders: Sequence[Ladder], until: float, note: Say) 
             note(f"{text}: KL {one.kl:.4f}, {100 * one.agree:.1f} % agree" + (f": {one.why}" if one.why else ""))
             if one.why is not None:
                 left.remove((ladder, rungs))
+    if late:
+        note(f"the time is over; not tried: {', '.join(late)}; more --seconds give it more")
     return tried
 
 
-def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | None, list[Tried]]:
+def _joined(trial: Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | None, list[Tried]]:
     """What is fastest of those within the bounds: a prefill and a decode method together, where that is within them
     too, else the safe preset's, if both are within the bounds; else the one of the fastest two that saves more. And
     what was run for it."""
@@ -250,7 +194,7 @@ def _joined(trial: _Trial, tried: Sequence[Tried], note: Say) -> tuple[Tried | N
     if len(best) < 2:
         return next(iter(best.values()), None), []
     joint: list[Tried] = []
-    for pair in (best, _fastest([one for one in fit if _is_safe(Policy.parse(one.policy))])):
+    for pair in (best, _fastest([one for one in fit if is_safe(Policy.parse(one.policy))])):
         parts = {phase: getattr(Policy.parse(one.policy), phase) for phase, one in pair.items()}
         text = Policy(**parts).text
         if len(pair) < 2 or text in [one.policy for one in joint]:
@@ -269,33 +213,37 @@ def _fastest(fit: Sequence[Tried]) -> dict[str, Tried]:
     return {phase: min(some, key=lambda one: one.seconds) for phase, some in own.items() if some}
 
 
-def _rounding(llm: LLM, config: EngineConfig, passage: Passage, dense: Tensor, note: Say) -> float | None:
-    """The share of tokens that agree between dense attention in float32 and in bfloat16, of which ``dense`` is one;
-    None, with a note, where the other is not to be had."""
+def _roundings(llm: LLM, config: EngineConfig, texts: Sequence[Text], note: Say) -> dict[str, float]:
+    """By text the share of tokens that agree between dense attention in float32 and in bfloat16, of which the texts'
+    logits are one; empty, with a note, where the other is not to be had."""
     spec, pool = llm.model.spec, llm.pool
     why = None
     if config.quantize is not None or spec.dtype not in (EXACT, ROUNDED):
         why = f"the model runs in {config.quantize or str(spec.dtype).removeprefix('torch.')}"
     other = ROUNDED if spec.dtype == EXACT else EXACT
-    room = 2 * spec.stored * pool.format.block_bytes * (pool.format.blocks(len(passage.ids)) + 1)
+    longest = max(len(one.passage.ids) for one in texts)
+    room = 2 * spec.stored * pool.format.block_bytes * (pool.format.blocks(longest) + 1)
     room = 2 * room if other == EXACT else room
     needs = room + llm.model.weight_bytes * (2 if other == EXACT else 1)
     if why is None and needs > SHARE * _free_bytes(llm):
         why = f"a second copy of the model in {str(other).removeprefix('torch.')} takes {show_bytes(needs)}"
     if why is not None:
         note(f"what bfloat16's rounding does is not measured: {why}; it is taken to leave {100 * ROUNDING:.0f} %")
-        return None
+        return {}
+    found = {}
     with load(replace(config, dtype=other, kv_memory=room)) as second:
-        logits, _ = run(second, passage, Policy(), weights=False)
-    exact, rounded = (dense, logits) if other == ROUNDED else (logits, dense)
-    return _mean(compared(rounded, exact, passage)["agree"])
+        for one in texts:
+            logits, _ = run(second, one.passage, Policy(), weights=False)
+            exact, rounded = (one.dense, logits) if other == ROUNDED else (logits, one.dense)
+            found[one.name] = mean(compared(rounded, exact, one.passage)["agree"])
+    return found
+
+
+def _is_safe_rung(text: str) -> bool:
+    return is_safe(Policy.parse(text))
 
 
 def _free_bytes(llm: LLM) -> int:
     if llm.model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(llm.model.device)[0])
     return available_bytes()
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
