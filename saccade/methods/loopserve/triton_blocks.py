@@ -17,7 +17,7 @@ from saccade.ops.triton.row_shares import sums
 from saccade.selection import Blocks, Shape
 
 
-def select_on_device(chunk: Chunk, rows: Tensor, share: float, block_size: int, shape: Shape, near: int = 1) -> Blocks:
+def select_on_device(chunk: Chunk, rows: Tensor, share: float, block_size: int, shape: Shape, near: int) -> Blocks:
     """``blocks.select_blocks``; a head whose weights are NaN reads everything, and so says NaN itself."""
     own = chunk.shape
     which, starts, blocks = _listed(own, rows, block_size, chunk.q.device)
