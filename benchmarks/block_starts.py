@@ -88,7 +88,7 @@ def main() -> None:
     given = parser.parse_args()
     text = given.file.read_text(encoding="utf-8") if given.file else generate(8 * given.length, 1)
     llm = LLM(given.model, enable_prefix_caching=False)
-    ids = llm.tokenizer.encode(text[: 16 * given.length], add_special_tokens=False)[: given.length]
+    ids = llm.encode(text[: 16 * given.length])[: given.length]
     rows = Rows(tuple(given.methods))
     with observing(llm.engine, rows):
         llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1), policy="dense")
