@@ -105,10 +105,11 @@ def test_the_kernels_refuse_rows_and_places_that_are_not_there():
 
 
 @pytest.mark.parametrize(("q_len", "n"), [call for call in CALLS if call[0] > 1])
-@pytest.mark.parametrize(("alpha", "size"), [(0.0, 32), (0.6, 32), (0.9, 64), (0.97, 32)])
-def test_blocks_on_the_lines_of_the_cover(q_len, n, alpha, size):
+@pytest.mark.parametrize(("alpha", "size", "window"), [(0.0, 32, 2), (0.6, 32, 1), (0.9, 64, 1), (0.97, 32, 3)])
+def test_blocks_on_the_lines_of_the_cover(q_len, n, alpha, size, window):
     q, k, chunk = draw(q_len, n, noise=0.4)
-    method = LoopServe(alpha=alpha, lines="block", block_size=size, samples=20, last_rows=5, min_rows=1)
+    sampled = {"samples": 20, "last_rows": 5, "min_rows": 1}
+    method = LoopServe(alpha=alpha, lines="block", block_size=size, window_blocks=window, **sampled)
     rows = method.sample(chunk)
     found = method.select_prefill(chunk)
     assert isinstance(found, Blocks)
@@ -119,12 +120,29 @@ def test_blocks_on_the_lines_of_the_cover(q_len, n, alpha, size):
     for head in range(HEADS):
         sums = by_hand(q, k, rows, n, size, head)
         weights = np.stack(list(sums.values())).astype(np.float32)
-        columns, distances = cover_rounds(weights, np.array(list(sums)), first, alpha)
+        columns, distances = cover_rounds(weights, np.array(list(sums)), first, alpha, window)
         for own in range(first, last + 1):
             expected = {b for b in range(own + 1) if b in columns or own - b in distances}
             assert set(mask[head, own - first].nonzero()[:, 0].tolist()) == expected
-            assert {0, own} <= expected
+            assert {0, *range(max(0, own - window + 1), own + 1)} <= expected
     assert chunk.cost.scored == rows.numel() * n
+
+
+@pytest.mark.parametrize("back", [1, 3])
+def test_a_head_that_looks_a_few_tokens_back_keeps_its_key_in_every_row(back):
+    """Of the rows that ask for the block before their own hardly one is sampled, and a column serves it alone."""
+    n, size, width = 512, 64, 512
+    one_hot = 6 * torch.eye(n, width)  # a logit of 36 / sqrt(512) * 20 = 32 for the key asked for, 0 for others
+    q = 20 * one_hot[(torch.arange(n) - back).clamp(min=0)].expand(2, n, width)
+    k = one_hot.expand(2, n, width)
+
+    def lost(**options) -> list[int]:
+        method = LoopServe(alpha=0.9, lines="block", block_size=size, samples=40, last_rows=10, **options)
+        found = method.select_prefill(Chunk.of(q, KVView.from_tensors(k, k)))
+        return [row for row in range(back, n) if not bool(found.row_mask(0, row, row + 1)[0, row - back])]
+
+    assert lost() == []
+    assert lost(window_blocks=1) == [row for row in range(2 * size, n) if row % size < back]  # block 0 is always read
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 0.955, 0.995])

@@ -100,6 +100,47 @@ def test_the_shares_reach_the_threshold_with_no_block_too_many(rows, threshold):
                 assert not left or row[left].max() <= row[others].min()
 
 
+@pytest.mark.parametrize("rows", [700, 260])
+@pytest.mark.parametrize("threshold", [0.3, 0.9])
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_last_blocks_count_towards_the_threshold(rows, threshold, window):
+    q, _, view = chunk_of(rows, 700, seed=2)
+    method = XAttention(threshold=threshold, block_size=64, window_blocks=window)
+    used = run_method(method, "prefill", q, view, rows)[2]
+    shares = antidiagonal_shares(q[:, -rows:], view, used.shape, 8, 64, 32**-0.5).double().tolist()
+    mask = used.block_mask()
+    for head in range(4):
+        for j in range(used.q_blocks):
+            diagonal, row = used.first_q_block + j, shares[head][j]
+            expected = {0, *range(max(0, diagonal - window + 1), diagonal + 1)}
+            have = sum(row[b] for b in expected)
+            for block in sorted(set(range(diagonal + 1)) - expected, key=lambda b: (-row[b], b)):
+                if have < threshold:
+                    expected.add(block)
+                    have += row[block]
+            assert set(mask[head, j].nonzero()[:, 0].tolist()) == expected
+
+
+@pytest.mark.parametrize("back", [1, 2, 3, 6])
+@pytest.mark.parametrize("stride", [8, 1])
+@pytest.mark.parametrize("sink", ["counted", "published"])
+def test_a_head_that_looks_a_few_tokens_back_keeps_its_key_in_every_row(back, stride, sink):
+    """With the paper's blocks alone the first rows of each query block lose it, however finely tiles are summed."""
+    n, size, width = 512, 64, 512
+    one_hot = 6 * torch.eye(n, width)  # a logit of 36 / sqrt(512) * 80 = 127 for the key asked for, 0 for others
+    q = 80 * one_hot[(torch.arange(n) - back).clamp(min=0)].expand(2, n, width)
+    k = one_hot.expand(2, n, width)
+
+    def lost(**options) -> list[int]:
+        found = XAttention(threshold=0.8, stride=stride, block_size=size, **options)
+        found = found.select_prefill(Chunk.of(q, KVView.from_tensors(k, k)))
+        return [row for row in range(back, n) if not bool(found.row_mask(0, row, row + 1)[0, row - back])]
+
+    assert lost(window_blocks=2, sink=sink) == []
+    if sink == "counted" and (stride == 1 or back % 2):  # at even distances larger tiles see noise alone
+        assert lost() == [row for row in range(2 * size, n) if row % size < back]  # block 0 is always read
+
+
 def published_blocks(row: list[float], diagonal: int, threshold: float, first_chunk: bool) -> set[int]:
     """The published code's selection for one query block, as the sums it keeps say it: what is forced is listed first,
     the sums lead with two zeros and what is forced, and what is not chosen stands for block 0. In the first chunk the
@@ -146,10 +187,13 @@ def test_monotone_in_the_threshold_and_one_is_dense():
         assert isinstance(used, Dense)
 
 
-@pytest.mark.parametrize(("n", "dense"), [(128, True), (256, True), (257, False)])
-def test_two_blocks_are_dense(n, dense):
+@pytest.mark.parametrize(
+    ("n", "window", "dense"), [(128, 1, True), (256, 1, True), (257, 1, False), (384, 2, True), (385, 2, False)]
+)
+def test_what_the_first_and_the_last_blocks_hold_is_dense(n, window, dense):
     q, _, view = chunk_of(n, n)
-    assert isinstance(XAttention(threshold=0.1).select_prefill(Chunk.of(q, view)), Dense) == dense
+    method = XAttention(threshold=0.1, window_blocks=window)
+    assert isinstance(method.select_prefill(Chunk.of(q, view)), Dense) == dense
 
 
 @pytest.mark.parametrize(
@@ -163,6 +207,7 @@ def test_two_blocks_are_dense(n, dense):
         {"stride": 128, "block_size": 64},
         {"sink": "free"},
         {"products": "int8"},
+        {"window_blocks": 0},
     ],
 )
 def test_bad_options_are_refused(options):

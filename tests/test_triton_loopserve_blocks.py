@@ -68,7 +68,7 @@ def test_a_logit_that_is_no_number_shows_in_its_heads_sums_and_has_them_read_eve
     assert torch.equal(found.isnan(), expected.isnan())
     assert found[2:].isnan().any()
     assert not found[:2].isnan().any()
-    mask = select_on_device(chunk, rows, 0.5, 32, chunk.shape).block_mask()
+    mask = select_on_device(chunk, rows, 0.5, 32, chunk.shape, 1).block_mask()
     everything = on_lines(chunk.shape, 32, torch.ones(2, 4, 7, dtype=torch.bool))
     assert torch.equal(mask[2:], everything[2:])
     assert (mask[:2].sum((1, 2)) < everything[:2].sum((1, 2))).all()
@@ -87,20 +87,20 @@ def test_lists_of_what_lies_on_lines(q_len, n, size):
 @pytest.mark.parametrize(
     ("q_len", "n", "size", "softcap"), [(300, 300, 32, None), (100, 515, 64, 5.0), (129, 400, 128, None)]
 )
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 0.95])
-def test_the_device_chooses_what_the_host_chooses(q_len, n, size, softcap, alpha):
+@pytest.mark.parametrize(("alpha", "near"), [(0.0, 2), (0.7, 1), (0.95, 2)])
+def test_the_device_chooses_what_the_host_chooses(q_len, n, size, softcap, alpha, near):
     """Exactly so where both have the same sums; their own differ in the last bits, by which a line may win or lose."""
     given = chunk_of(q_len, n)
     chunk = Chunk.of(given.q, given.kv, softcap=softcap)
     rows = LoopServe(samples=30, last_rows=10).sample(chunk)
     weights, blocks = sums_of(chunk, rows, size, chunk.scale, softcap), query_blocks(chunk.shape, rows, size)[0]
-    marks = cover(weights.clone(), blocks, chunk.shape.q_start // size, alpha)
+    marks = cover(weights.clone(), blocks, chunk.shape.q_start // size, alpha, near)
     for head in range(4):
-        lines = cover_rounds(weights[head].numpy(), blocks.numpy(), chunk.shape.q_start // size, alpha)
+        lines = cover_rounds(weights[head].numpy(), blocks.numpy(), chunk.shape.q_start // size, alpha, near)
         assert [mark.nonzero()[:, 0].tolist() for mark in marks[:, head]] == [line.tolist() for line in lines]
-    got = select_on_device(chunk, rows, alpha, size, chunk.shape)
+    got = select_on_device(chunk, rows, alpha, size, chunk.shape, near)
     got.check()
-    want = select_blocks(chunk, rows, alpha, size, chunk.shape)
+    want = select_blocks(chunk, rows, alpha, size, chunk.shape, near)
     differs = got.block_mask() ^ want.block_mask()
     assert differs.sum() <= 0.01 * want.block_mask().sum()
 
@@ -110,6 +110,6 @@ def test_lists_are_of_the_rows_that_they_are_asked_for():
     chunk = chunk_of(150, 400)
     rows = torch.arange(0, 150, 3)
     shape = Shape.suffix(4, 2, 70, 400)
-    got, want = (select(chunk, rows, 0.8, 32, shape) for select in (select_on_device, select_blocks))
+    got, want = (select(chunk, rows, 0.8, 32, shape, 2) for select in (select_on_device, select_blocks))
     assert got.shape == shape
     assert torch.equal(got.block_mask(), want.block_mask())

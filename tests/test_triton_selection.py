@@ -87,10 +87,10 @@ def test_antidiagonals_choose_as_the_host_does(q_len, n, stride, size, softcap, 
     shares = antidiagonals.shares(given, *at, chunk.scale, softcap)
     expected = antidiagonal_shares(chunk.q, *at, chunk.scale, softcap)
     torch.testing.assert_close(shares, expected, atol=1e-5, rtol=1e-5)
-    for threshold, lagging in ((0.0, 9), (0.9, 0), (0.97, 3)):
-        mask = _reach(shares, chunk.shape.q_start // size, threshold, lagging)
+    for threshold, lagging, window in ((0.0, 9, 1), (0.9, 0, 1), (0.97, 3, 1), (0.6, 0, 2), (0.5, 3, 3)):
+        mask = _reach(shares, chunk.shape.q_start // size, threshold, lagging, window)
         want = Blocks.from_block_mask(chunk.shape, size, mask)
-        got = antidiagonals.choose(given, *at, threshold, lagging, chunk.scale, softcap)
+        got = antidiagonals.choose(given, *at, threshold, lagging, chunk.scale, softcap, window=window)
         assert torch.equal(got.offsets, want.offsets)
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 

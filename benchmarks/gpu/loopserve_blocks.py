@@ -41,10 +41,14 @@ def main() -> None:
         listed = _listed(chunk.shape, method.sample(chunk).cpu(), size, chunk.q.device)
         weights = sums(*at, *listed, size, chunk.scale)
         copies = time_ms(lambda weights=weights: weights.clone())
-        marks = cover(weights.clone(), listed[2], 0, given.alpha)
+        marks = cover(weights.clone(), listed[2], 0, given.alpha, LoopServe.window_blocks)
         took = {
             "sums": time_ms(lambda at=at, listed=listed, scale=chunk.scale: sums(*at, *listed, size, scale)),
-            "cover": time_ms(lambda weights=weights, listed=listed: cover(weights.clone(), listed[2], 0, given.alpha))
+            "cover": time_ms(
+                lambda weights=weights, listed=listed: cover(
+                    weights.clone(), listed[2], 0, given.alpha, LoopServe.window_blocks
+                )
+            )
             - copies,
             "lists": time_ms(lambda shape=chunk.shape, marks=marks: lists_on_lines(shape, size, marks)),
             "whole": time_ms(lambda chunk=chunk: method.select_prefill(chunk)),

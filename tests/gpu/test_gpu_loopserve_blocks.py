@@ -44,9 +44,9 @@ def test_sums_and_lists(q_len, n, size, dtype, head_dim, copied, monkeypatch):
     most = torch.bincount(places)[:, None]  # rows of a query block: what its sums may be at most
     assert ((found.cpu() - expected).abs() / most).max() < (2e-2 if dtype == torch.bfloat16 else 3e-3)
     first = chunk.shape.q_start // size
-    marks = cover(found.clone(), listed[2], first, 0.9).cpu().bool()
+    marks = cover(found.clone(), listed[2], first, 0.9, method.window_blocks).cpu().bool()
     for head in range(8):
-        lines = cover_rounds(found[head].cpu().numpy(), blocks.numpy(), first, 0.9)
+        lines = cover_rounds(found[head].cpu().numpy(), blocks.numpy(), first, 0.9, method.window_blocks)
         for kind in (0, 1):
             assert np.array_equal(marks[kind, head].nonzero()[:, 0].numpy(), lines[kind])
     chosen = method.select_prefill(chunk)

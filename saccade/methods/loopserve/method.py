@@ -17,8 +17,9 @@ where the paper is silent or cannot be run as printed:
 * ``take="round"`` takes lines in rounds (rounds.py): one after another is a chain as long as the list, which a GPU
   waits for. By default single lines are taken one by one, as in the paper, and blocks in rounds, on every device;
 * ``lines="block"`` covers the sampled rows by columns and distances of blocks of ``block_size`` keys (blocks.py), for a
-  kernel that reads blocks: single lines cost it several dense pairs each (docs/performance-gpu.md). Blocks are covered
-  in rounds with exact overlaps: ``take="line"`` and ``overlap="paper"`` say how single lines are taken;
+  kernel that reads blocks: single lines cost it several dense pairs each (docs/performance-gpu.md). The last
+  ``window_blocks`` distances are always read (docs/results/block-starts.md). Blocks are covered in rounds with exact
+  overlaps: ``take="line"`` and ``overlap="paper"`` say how single lines are taken;
 * 6.1.4 prints alpha = 0.955, but its own study calls 0.99 to 1 best: the default is 0.995.
 
 With chunked prefill every chunk is a turn of its own.
@@ -110,9 +111,9 @@ class AnsweringState(LoopServeState):
 class LoopServe(Method):
     """Prefill: per query head the lines, by new weight per new cell, that recover ``alpha`` of the attention of
     ``samples`` of the appended rows and the ``last_rows``: columns and distances of single keys, or of blocks of
-    ``block_size`` (``lines="block"``). Fewer than ``min_rows`` rows are dense: lines cannot pay for their choice.
-    ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every
-    ``n_d`` steps."""
+    ``block_size`` (``lines="block"``; the last ``window_blocks`` in any case). Fewer than ``min_rows`` rows are dense:
+    lines cannot pay for their choice. ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step
+    ``first`` and every ``n_d`` steps."""
 
     name: ClassVar[str] = "loopserve"
     paper: ClassVar[str] = "LoopServe, arXiv:2507.13681"
@@ -125,6 +126,7 @@ class LoopServe(Method):
     take: str = "auto"
     lines: str = "token"
     block_size: int = 128
+    window_blocks: int = 2
     min_rows: int = 64
     seed: int = 0
     budget: int = 1024
@@ -154,6 +156,7 @@ class LoopServe(Method):
                 f"lines=block does not go with {given}, which says how single lines are taken; blocks are covered in "
                 "rounds with exact overlaps: leave it out, or give lines=token"
             )
+        require_whole("window_blocks", self.window_blocks, 1)
         require_whole("min_rows", self.min_rows, 1)
         require_whole("seed", self.seed, 0)
         for name in ("budget", "n_d"):
@@ -181,7 +184,7 @@ class LoopServe(Method):
         if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
         by_block = self.lines == "block"
-        if by_block and shape.k_len <= 2 * self.block_size:  # the first and the diagonal block are all that there is
+        if by_block and shape.k_len <= (1 + self.window_blocks) * self.block_size:  # with the first block all are read
             return Dense(shape)
         rows, answer, looked = self._drawn(chunk), self._answer(chunk), chunk
         if answer is not None:  # looked at as if it were of the chunk, for whose rows alone the selection is
@@ -192,7 +195,7 @@ class LoopServe(Method):
         chunk.cost.scored += rows.numel() * shape.k_len
         if not by_block:
             return replace(self._cover(looked, rows.to(chunk.q.device)), shape=shape)
-        return select_blocks(looked, rows, self.alpha, self.block_size, shape)
+        return select_blocks(looked, rows, self.alpha, self.block_size, shape, self.window_blocks)
 
     @property
     def asks_states(self) -> bool:

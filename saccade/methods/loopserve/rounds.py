@@ -20,9 +20,9 @@ LADDER, STEPS = 8, 16  # the first steps of so many from the best to 0, among wh
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def cover_rounds(weights: Array, positions: Array, first: int, share: float) -> tuple[Array, Array]:
+def cover_rounds(weights: Array, positions: Array, first: int, share: float, near: int = 1) -> tuple[Array, Array]:
     """``line_cover.cover_lines`` with exact overlaps, in rounds: (columns, distances), int64, rising. ``weights`` fp32
-    [m, n], finite, rows at ``positions`` (int64 [m], rising)."""
+    [m, n], finite, rows at ``positions`` (int64 [m], rising). Distances below ``near``, at most n, are taken first."""
     units = (weights.astype(np.float64) * UNIT).astype(np.int64)
     n = units.shape[1]
     apart = positions[:, None] - np.arange(n)[None, :]
@@ -32,7 +32,7 @@ def cover_rounds(weights: Array, positions: Array, first: int, share: float) -> 
     goal, recovered = share * float(gains[0].sum()), 0
     marks = np.zeros((2, n), bool)
     length = np.minimum(n - first, n - np.arange(n))
-    fresh = [np.zeros(1, np.int64)] * 2  # column 0 and distance 0, so that no row is left without keys
+    fresh = [np.zeros(1, np.int64), np.arange(near)]  # distance 0 and column 0, so that no row is left without keys
     while True:
         for kind in (0, 1):
             recovered += _take(units, positions, gains, kind, fresh[kind])

@@ -17,12 +17,12 @@ from saccade.ops.triton.row_shares import sums
 from saccade.selection import Blocks, Shape
 
 
-def select_on_device(chunk: Chunk, rows: Tensor, share: float, block_size: int, shape: Shape) -> Blocks:
+def select_on_device(chunk: Chunk, rows: Tensor, share: float, block_size: int, shape: Shape, near: int) -> Blocks:
     """``blocks.select_blocks``; a head whose weights are NaN reads everything, and so says NaN itself."""
     own = chunk.shape
     which, starts, blocks = _listed(own, rows, block_size, chunk.q.device)
     weights = sums(chunk.q, chunk.kv, own, which, starts, blocks, block_size, chunk.scale, chunk.softcap)
-    marks = cover(weights, blocks, own.q_start // block_size, share)
+    marks = cover(weights, blocks, own.q_start // block_size, share, near)
     return lists_on_lines(shape, block_size, marks)
 
 

@@ -17,10 +17,10 @@ from saccade.ops.layout import flat, written
 from saccade.ops.triton.common import pad
 
 
-def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tensor:
+def cover(weights: Tensor, positions: Tensor, first: int, share: float, near: int = 1) -> Tensor:
     """Lines that recover ``share`` of ``weights`` fp32 [heads, m, n], the causal softmax rows at ``positions`` (int64
     [m], rising, within ``first .. n - 1``): int8 [2, heads, n], which columns and which distances; every column where
-    weights are NaN. ``weights`` is overwritten."""
+    weights are NaN. Distances below ``near``, at most n, are taken first. ``weights`` is overwritten."""
     heads, m, n = written("weights", weights, torch.float32).shape
     positions, device = flat(positions, torch.int64), weights.device
     gains = torch.empty(2, heads, n, dtype=torch.int64, device=device)  # columns, distances
@@ -33,10 +33,12 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tenso
     upto = torch.empty(2, heads, n, dtype=torch.int32, device=device)
     worth = torch.empty(2, heads, n, dtype=torch.float64, device=device)
     fresh = torch.zeros(2, heads, n, dtype=torch.int32, device=device)
+    torch.arange(near, out=fresh[1, 0, :near])
+    fresh[1, 1:, :near] = fresh[1, 0, :near]
     goals = share * gains[0].sum(1).double()
     rows = pad(m)
     _rounds[(heads,)](
-        weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, heads * n, m, n, first,
+        weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, heads * n, m, n, first, near,
         ROWS=rows, LINES=max(1, 4096 // rows), SPAN=4096 if n > 2048 else 1024, LADDER=LADDER, STEPS=STEPS,
         UNIT=UNIT,
         num_warps=16 if n > 2048 else 4,
@@ -150,9 +152,9 @@ def _decide(gains, worth, fresh, n, above, floor, ahead, lacking, SPAN: tl.const
     return count, ahead
 
 
-@triton.jit(do_not_specialize=["kind_stride", "m", "n", "first"])
+@triton.jit(do_not_specialize=["kind_stride", "m", "n", "first", "near"])
 def _rounds(
-    weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, kind_stride, m, n, first,
+    weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, kind_stride, m, n, first, near,
     ROWS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr, LADDER: tl.constexpr, STEPS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +173,7 @@ def _rounds(
         goal = tl.load(goals + head)
         recovered = tl.zeros([], tl.int64)
         chosen = tl.zeros([], tl.int32)
-        columns, distances = chosen + 1, chosen + 1  # column 0 and distance 0, so that no row is left without keys
+        columns, distances = chosen + 1, chosen + near  # distance 0 and column 0, so that no row is left without keys
         while columns + distances > 0:
             recovered += _take(
                 weights, positions, gains, marks, fresh, columns, kind_stride, m, n, 0, ROWS, LINES, UNIT

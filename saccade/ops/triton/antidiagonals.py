@@ -66,14 +66,15 @@ def choose(
     scale: float,
     softcap: float | None = None,
     fp8: bool = False,
+    window: int = 1,
 ) -> Blocks:
-    """The lists of ``methods.xattention`` for ``q`` [heads, q_len, head_dim]: of each query block the first and the
-    diagonal key block, then the heaviest others (ties to the lower one) while what is there is short of ``threshold``;
-    ``lagging``: as ``xattention._reach`` says. Sums are float32; ``fp8``: of products of rows in e4m3, on a GPU that
-    ``triton.serves_fp8_tiles`` has nothing against."""
+    """The lists of ``methods.xattention`` for ``q`` [heads, q_len, head_dim]: of each query block the first key
+    block and the last ``window``, the diagonal one among them, then the heaviest others (ties to the lower one) while
+    what is there is short of ``threshold``; ``lagging``: as ``xattention._reach`` says. Sums are float32; ``fp8``: of
+    products of rows in e4m3, on a GPU that ``triton.serves_fp8_tiles`` has nothing against."""
     lagging = lagging if threshold > 0 else 0  # nothing lacks a share of 0
     config = config_for(q, block_size // stride, fp8)
-    found = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, False, config)
+    found = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, False, config, window)
     return found.lists(shape, block_size)
 
 
@@ -104,6 +105,7 @@ def _run(
     softcap: float | None,
     wants_shares: bool,
     config: Config,
+    window: int = 1,
 ) -> Reach:
     heads, q_len, head_dim = q.shape
     given, paged = in_rows(q), kv.paged()
@@ -140,7 +142,7 @@ def _run(
                 *numbers, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
                 PRECISION=precision(q.dtype), **options,
             )  # fmt: skip
-        found.add(head, count, threshold, lagging, NO_BAR)
+        found.add(head, count, threshold, lagging, NO_BAR, window)
     return found
 
 
