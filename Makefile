@@ -129,6 +129,21 @@ test-transformers: setup
 	PYTHONPATH=$(OTHER) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(VERSION)", transformers'
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -q -m "not thorough" $$(grep -l transformers tests/test_*.py)
 
+# The lowest versions that pyproject.toml allows (but for torch, see TORCH) in build/lowest, where the kernels are compiled
+# by the lowest of what builds them, and the tests of what touches those packages; half an hour, with uv from the package
+# index. make lowest TESTS="tests/test_grammars.py" for some of them.
+LOWEST := build/lowest
+TOUCHED := $(wildcard $(addprefix tests/test_,server_*.py cli*.py documents*.py models_*.py gguf_*.py figures.py grammars.py \
+  eval_report.py lora.py llm_saved.py llm_sessions.py packaging.py transformers.py examples.py))
+.PHONY: lowest
+lowest:
+	$(PYTHON) -m uv venv -q --seed --clear $(LOWEST)
+	$(PYTHON) -m uv pip install -q --python $(LOWEST) --resolution lowest-direct -r pyproject.toml \
+	  $(addprefix --extra ,dev documents otel events) "torch==$(TORCH)"
+	PATH="$(abspath $(LOWEST))/bin:$$PATH" $(LOWEST)/bin/python -m pip install -q --no-build-isolation --no-deps \
+	  -C build-dir=$(LOWEST)/objects -e . -e contrib
+	$(LOWEST)/bin/python -m pytest -q -m "not thorough and not real" $(or $(TESTS),$(TOUCHED))
+
 # What a process takes beside weights, keys and values: make memory MODEL=folder POLICIES="dense magicpig" TOKENS=2500,300
 memory: setup
 	$(BIN)/python tools/peak_memory.py $(MODEL) --tokens $(or $(TOKENS),2500,300) $(foreach one,$(or $(POLICIES),dense),--policy "$(one)")

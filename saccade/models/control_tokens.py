@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
 from saccade.errors import RequestError, shown
+from saccade.models.checkpoint import first_line
 
 PRIVATE = range(0x100000, 0x10FFFE)  # code points that no standard gives a meaning
 NAME = 8  # private characters of a control token's other name: it cannot be guessed
@@ -42,6 +43,7 @@ class ControlTokens:
         self._firsts = sorted({text[0] for text in self.ids})
         self._lock = threading.Lock()
         self._copy: _Renamed | None = None
+        self._failed: str | None = None  # why there can be none: that is found once, over a whole vocabulary
 
     def told_apart(self, text: str, render: Callable[[Change], str], given: Any) -> str | None:
         """``text``, a rendered conversation, with the template's own control tokens under their other names; None where
@@ -89,8 +91,17 @@ class ControlTokens:
 
     def _renamed(self) -> _Renamed:
         with self._lock:
+            if self._copy is None and self._failed is None:
+                try:
+                    self._copy = _Renamed(self.hf, self.ids)
+                except Exception as error:
+                    why = f" ({type(error).__name__}: {first_line(error)})"
+                    self._failed = (
+                        f"messages hold {shown(next(iter(self.ids)), 60)} or another control token as text, which this "
+                        f"checkpoint's tokenizer cannot tell apart{why}; remove it, or give allow_control_tokens=True"
+                    )
             if self._copy is None:
-                self._copy = _Renamed(self.hf, self.ids)
+                raise RequestError(self._failed)
             return self._copy
 
 
@@ -99,10 +110,7 @@ class _Renamed:
 
     def __init__(self, hf: Any, ids: Mapping[str, int]) -> None:
         if not isinstance(hf, PreTrainedTokenizerFast):
-            raise RequestError(
-                f"messages hold {shown(next(iter(ids)), 60)} or another control token as text, which this "
-                "checkpoint's tokenizer cannot tell apart; remove it, or give allow_control_tokens=True"
-            )
+            raise ValueError("it is a slow one, without tokenizer.json")
         self.names = {text: "".join(chr(secrets.choice(PRIVATE)) for _ in range(NAME)) for text in ids}
         data = json.loads(hf.backend_tokenizer.to_str())
         data["truncation"] = data["padding"] = data["post_processor"] = None

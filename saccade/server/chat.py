@@ -13,7 +13,7 @@ from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
 from saccade.server.errors import ApiError, bad_request, renamed
 from saccade.server.generation import Ask, Generation
-from saccade.server.grammar import Grammar, constraint_of, grammar_of
+from saccade.server.grammar import OFF_CODE, Grammar, constraint_of, grammar_of
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
 from saccade.server.params import sampling_params
 from saccade.server.protocol import ChatRequest
@@ -128,7 +128,9 @@ class Chat(Choices):
         try:
             return await constraint_of(serving, grammar, wrap)
         except ApiError as error:
-            fault = None if self.format is None else await self.tools.fault(serving, self.format)
+            fault = None
+            if self.format is not None and error.code != OFF_CODE:  # which no tool is to blame for
+                fault = await self.tools.fault(serving, self.format)
             raise fault or error from error
 
     def _reader(self) -> Reader:

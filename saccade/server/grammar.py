@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from saccade.errors import SaccadeError
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.grammar_check import gbnf_source
+from saccade.server.grammars import Unread
 from saccade.server.matchers import Grammar
 from saccade.server.protocol import Sampling
 from saccade.server.weight import weight
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from saccade.server.serving import Serving
 
 LONGEST = 262_144  # characters of a grammar
+OFF_CODE = "unsupported_field"  # of errors that no other grammar would mend
 # As much white space as people lay JSON out with. A weak model that may write any amount never ends.
 _WHITE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
@@ -90,7 +92,8 @@ async def constraint_of(
     serving: Serving, found: tuple[str, str] | None, wrap: Callable[[str], str] | None = None
 ) -> Grammar | None:
     """``grammar_of``'s finding, once it was compiled in another process. ``wrap`` makes it part of another grammar, as
-    llguidance writes it. 400 where it cannot be compiled, or not in time."""
+    llguidance writes it. 400 where it cannot be compiled, or not in time; with the code OFF_CODE where no
+    grammar can."""
     if found is None:
         return None
     source, param = found
@@ -98,6 +101,8 @@ async def constraint_of(
         checked = await serving.grammars.checked(source)
         if wrap is not None:
             checked = await serving.grammars.checked(wrap(checked))
+    except Unread as error:
+        raise bad_request(str(error), param, OFF_CODE) from error
     except SaccadeError as error:
         raise bad_request(f"{param} cannot be compiled: {error}", param) from error
     return Grammar(checked, f"the grammar of {param}", serving.grammars.compiler)

@@ -15,17 +15,34 @@ import resource
 import sys
 import threading
 import time
+from importlib.metadata import version
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 MEMORY = 4 << 30  # bytes of addresses, of which a tokenizer takes most
+OFF = "structured outputs and forced calls are off here"  # how errors begin that no other grammar would mend
 _GBNF = "%gbnf\n"
 
 
 def gbnf_source(text: str) -> str:
     """A grammar as people write it, Lark or GBNF, which is still to be rewritten: that takes long, too."""
     return _GBNF + text
+
+
+def read_tokenizer(told: dict[str, Any]) -> LLTokenizer:
+    """A model's tokens as llguidance has them. ``told``: the ``tokenizer`` as JSON, how many tokens the model has
+    (``vocab``), and those that end an answer (``ends``). ValueError, of one line, where llguidance cannot read them."""
+    try:
+        return LLTokenizer(told["tokenizer"], n_vocab=told["vocab"], eos_token=told["ends"])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        raise ValueError(
+            f"{OFF}: llguidance {version('llguidance')} cannot read this model's tokenizer "
+            f"({type(error).__name__}: {_first_line(error)}); serve it with another version of llguidance or another "
+            "tokenizer.json"
+        ) from error
 
 
 def checked(tokens: LLTokenizer, source: str) -> dict[str, str]:
@@ -64,10 +81,10 @@ def main() -> None:
         asked: dict[str, Any] = json.loads(line)
         if tokens is None:
             try:
-                tokens = LLTokenizer(asked["tokenizer"], n_vocab=asked["vocab"], eos_token=asked["ends"])
+                tokens = read_tokenizer(asked)
                 answer: dict[str, str] = {}
-            except Exception as error:
-                answer = {"error": f"structured outputs need a tokenizer that llguidance reads: {_first_line(error)}"}
+            except ValueError as error:
+                answer = {"error": str(error)}
         else:
             answer = checked(tokens, asked["source"])
         print(json.dumps(answer), flush=True)

@@ -6,15 +6,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
-import llguidance.hf
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from saccade.errors import RequestError
+from saccade.server.grammar_check import OFF, read_tokenizer
 
 KEPT = 64  # grammars that stay compiled
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # 2 KB a state
@@ -25,7 +26,8 @@ _TOO_COMPLEX += "repetition of repetitions"
 
 class Compiler:
     """Compiles grammars for one model's tokens. ``hf``: transformers' tokenizer, if there is one; ``vocab``: how many
-    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar."""
+    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar.
+    ``unfit``: why llguidance cannot read the tokenizer, once that was tried: it takes seconds, and is tried once."""
 
     def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
         self.hf, self.vocab = hf, vocab
@@ -36,15 +38,41 @@ class Compiler:
         self.texts_that_end = [end for end in ends if end not in self.ends and end < vocab]
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
+        self.unfit: str | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._both = LLExecutor(2)
 
     @property
     def tokens(self) -> LLTokenizer:
+        """RequestError where llguidance cannot read the tokenizer."""
         with self._lock:
             if self._tokens is None:
-                self._tokens = tokens_of(self.hf, self.vocab, self.ends)
+                self.check()
+                try:
+                    self._tokens = read_tokenizer(self.told())
+                except ValueError as error:
+                    self.unfit = str(error)
+                    self.check()
+            assert self._tokens is not None
             return self._tokens
+
+    def check(self) -> None:
+        """RequestError where the tokenizer is known to be unfit. Takes no time."""
+        if self.unfit is not None:
+            raise RequestError(self.unfit)
+
+    def told(self) -> dict[str, Any]:
+        """The tokenizer as :func:`read_tokenizer` is told of it. ValueError where there is nothing to tell."""
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        if self.hf is None or backend is None or not self.ends:
+            what = "no tokenizer" if self.hf is None else "a slow tokenizer" if backend is None else "no end token"
+            raise ValueError(
+                f"{OFF}: they need a fast tokenizer (tokenizer.json) with an end token; this model has {what}"
+            )
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return {"tokenizer": backend.to_str(), "vocab": self.vocab, "ends": self.ends}
 
     def matcher(self, source: str) -> LLMatcher:
         """At the beginning of an answer. Takes as long as the grammar takes to compile."""
@@ -72,16 +100,6 @@ class Compiler:
 _ANYTHING = LLMatcher.grammar_from_regex(r"(?s:.*)")
 
 
-def tokens_of(hf: Any, vocab: int, ends: Sequence[int]) -> LLTokenizer:
-    """``hf`` as llguidance has it. RequestError where it cannot."""
-    try:
-        return llguidance.hf.from_tokenizer(hf, vocab, list(ends))
-    except Exception as error:  # no tokenizer, a slow one, no end token, or one llguidance cannot read
-        raise RequestError(
-            f"structured outputs need a fast tokenizer with an end token: {type(error).__name__}: {error}"
-        ) from error
-
-
 class Grammar:
     """What answers must follow. ``source``: as llguidance writes it; ``name``: what errors call it."""
 
@@ -89,6 +107,8 @@ class Grammar:
         self.source, self.name, self._compiler = source, name, compiler
 
     def begin(self) -> GrammarMatcher:
+        """RequestError where the tokenizer is known to be unfit: the engine lets no such request in."""
+        self._compiler.check()
         return GrammarMatcher(self, self._compiler)
 
 
