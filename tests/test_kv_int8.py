@@ -337,8 +337,8 @@ def test_saved_sessions_hold_the_bytes_or_are_computed_again(model, tmp_path):
 
 @pytest.mark.parametrize(("saved", "opened"), [("auto", "int8"), ("int8", "auto"), ("bf16", "int8")])
 def test_sessions_of_another_format_are_computed_again_by_name(model, tmp_path, saved, opened):
-    """Their report and their note name both formats, and what is said then is what the other format says; they are
-    not read as bytes of it."""
+    """Their report and their note name both formats and the settings that read what is saved, and what is said then is
+    what the other format says; they are not read as bytes of it."""
     ids, more = random_ids(150, seed=9), random_ids(20, seed=10)
     with LLM(model, **OPTIONS, kv_dtype=saved) as llm, llm.session() as session:
         session.generate(ids, GREEDY)
@@ -347,9 +347,11 @@ def test_sessions_of_another_format_are_computed_again_by_name(model, tmp_path, 
     with LLM(model, **OPTIONS, kv_dtype=opened) as llm:
         (want,) = llm.generate([known + more], GREEDY)
         with llm.restore(tmp_path / "one") as other:
-            assert f"k_rows='{saved}', but this storage has '{opened}'" in other.note
+            way = f"kv_dtype='{saved}' with kv_rotate={saved == 'int8'} reads it"
+            said = f"k_rows='{saved}', but this storage has '{opened}'; {way}"
+            assert said in other.note
             got = other.generate(more, GREEDY)
-            assert f"k_rows='{saved}', but this storage has '{opened}'" in str(got.report["notes"])
+            assert said in str(got.report["notes"])
             assert got.report["cached_tokens"] == 0
             assert tokens(got) == tokens(want)
 
