@@ -392,6 +392,15 @@ def test_what_it_refuses(model):
         run(Call.of(q[:, -1:], KVView.from_tensors(k, v, rows=HALF), Dense(Shape.suffix(8, 2, 1, 40))), "triton")
 
 
+@pytest.mark.parametrize("rows", [INT8, HALF])
+def test_nothing_is_certified_of_numbers_with_too_few_digits(rows):
+    """Scales and numbers below bfloat16's least normal one are rounded by more than their format says."""
+    q, k, v = planted_heads(4, 2, 40, 64)
+    for size, known in ((1.0, True), (1e-38, False), (0.0, True)):
+        view = KVView.from_tensors(k, torch.cat([v[:, :39], v[:, 39:] * size], 1), rows=rows)
+        assert math.isfinite(attention_error(q[:2, -1], view, 0, 0.125)) == known
+
+
 def test_a_certificate_says_what_rounding_adds(model):
     """In the report, and no less than what it was over keys and values that are not rounded."""
     n, d = 300, 64
