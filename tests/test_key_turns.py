@@ -229,7 +229,7 @@ def test_int8_turns_by_default_and_sessions_say_so(model, tmp_path):
     with LLM(model, **OPTIONS, kv_dtype="int8", kv_rotate=False) as llm, llm.restore(tmp_path / "one") as other:
         assert not llm.engine.pool.format.turned
         said = str(other.generate(ids[:9], ASKED).report["notes"])
-        assert "turned=True, but this storage has False" in said
+        assert "turned=True, but this storage has False; kv_dtype='int8' with kv_rotate=True reads it" in said
 
 
 def test_what_it_refuses(model):

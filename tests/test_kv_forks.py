@@ -278,7 +278,9 @@ def test_kv_of_another_layout_is_refused():
     append(kv, k, v)
     saved = save_kv(kv)
     other = BlockManager(KVStorage(KVFormat(torch.bfloat16, G, D), 40), LAYERS)
-    with pytest.raises(SaccadeError, match="saved KV has dtype='float32', but this storage has 'bfloat16'"):
+    with pytest.raises(
+        SaccadeError, match="dtype='float32', but this storage has 'bfloat16'; dtype='float32' reads it"
+    ):
         load_kv(other, saved)
     with pytest.raises(SaccadeError, match="saved KV has version=7, but this storage has 1"):
         load_kv(pool_of(40), SavedKV(saved.tensors, saved.metadata | {"version": 7}))

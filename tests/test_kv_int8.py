@@ -337,8 +337,8 @@ def test_saved_sessions_hold_the_bytes_or_are_computed_again(model, tmp_path):
 
 @pytest.mark.parametrize(("saved", "opened"), [("auto", "int8"), ("int8", "auto"), ("bf16", "int8")])
 def test_sessions_of_another_format_are_computed_again_by_name(model, tmp_path, saved, opened):
-    """Their report and their note name both formats, and what is said then is what the other format says; they are
-    not read as bytes of it."""
+    """Their report and their note name both formats and the settings that read what is saved, and what is said then is
+    what the other format says; they are not read as bytes of it."""
     ids, more = random_ids(150, seed=9), random_ids(20, seed=10)
     with LLM(model, **OPTIONS, kv_dtype=saved) as llm, llm.session() as session:
         session.generate(ids, GREEDY)
@@ -347,9 +347,11 @@ def test_sessions_of_another_format_are_computed_again_by_name(model, tmp_path, 
     with LLM(model, **OPTIONS, kv_dtype=opened) as llm:
         (want,) = llm.generate([known + more], GREEDY)
         with llm.restore(tmp_path / "one") as other:
-            assert f"k_rows='{saved}', but this storage has '{opened}'" in other.note
+            way = f"kv_dtype='{saved}' with kv_rotate={saved == 'int8'} reads it"
+            said = f"k_rows='{saved}', but this storage has '{opened}'; {way}"
+            assert said in other.note
             got = other.generate(more, GREEDY)
-            assert f"k_rows='{saved}', but this storage has '{opened}'" in str(got.report["notes"])
+            assert said in str(got.report["notes"])
             assert got.report["cached_tokens"] == 0
             assert tokens(got) == tokens(want)
 
@@ -388,6 +390,15 @@ def test_what_it_refuses(model):
     q, k, v = planted_heads(8, 2, 40, 64)
     with pytest.raises(SaccadeError, match="no bf16 rows"):
         run(Call.of(q[:, -1:], KVView.from_tensors(k, v, rows=HALF), Dense(Shape.suffix(8, 2, 1, 40))), "triton")
+
+
+@pytest.mark.parametrize("rows", [INT8, HALF])
+def test_nothing_is_certified_of_numbers_with_too_few_digits(rows):
+    """Scales and numbers below bfloat16's least normal one are rounded by more than their format says."""
+    q, k, v = planted_heads(4, 2, 40, 64)
+    for size, known in ((1.0, True), (1e-38, False), (0.0, True)):
+        view = KVView.from_tensors(k, torch.cat([v[:, :39], v[:, 39:] * size], 1), rows=rows)
+        assert math.isfinite(attention_error(q[:2, -1], view, 0, 0.125)) == known
 
 
 def test_a_certificate_says_what_rounding_adds(model):

@@ -17,6 +17,7 @@ LARGEST = 127  # the greatest code
 SCALED = 64  # channels of a row of codes that share a scale
 WORD = 4  # bytes that hold two scales, of which a row is a multiple: a GPU copies no fewer at once
 SCALE = torch.bfloat16  # with a float's range, and codes to spare: rounded, it moves the largest by half a code at most
+LEAST = torch.finfo(SCALE).tiny  # of which bfloat16 has all its digits, and float32
 READERS = {  # what reads rows, as an error calls it
     "triton": "a GPU's kernels",
     "cpu": "C++ kernels on a CPU",
@@ -57,7 +58,8 @@ class RowFormat:
 
     def step(self, stored: Tensor) -> Tensor | None:
         """What lies between a value and its neighbours, of which the nearest was stored: fp32 [..., head_dim]; None
-        where rows are as they were."""
+        where rows are as they were. inf where that is not known, of numbers below LEAST; what was so small that 0 is
+        stored counts as 0."""
         return None
 
 
@@ -75,7 +77,8 @@ class HalfRows(RowFormat):
         return stored.to(dtype)
 
     def step(self, stored: Tensor) -> Tensor | None:
-        return stored.float().abs() * 2**-7
+        size = stored.float().abs()
+        return torch.where((size > 0) & (size < LEAST), torch.inf, size * 2**-7)
 
 
 class Int8Rows(RowFormat):
@@ -121,7 +124,9 @@ class Int8Rows(RowFormat):
 
     def step(self, stored: Tensor) -> Tensor | None:
         values = self.head_dim(stored.shape[-1])
-        return self.scales(stored).repeat_interleave(SCALED, -1)[..., :values]
+        scales = self.scales(stored)
+        known = torch.where((scales > 0) & (scales < LEAST), torch.inf, scales)  # too few digits for their own rounding
+        return known.repeat_interleave(SCALED, -1)[..., :values]
 
 
 def _scaled(rows: Tensor) -> Tensor:

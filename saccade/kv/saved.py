@@ -37,7 +37,9 @@ class SavedKV:
         stored, own = plain | self.metadata, plain | described(pool)
         for name, here in own.items():
             if stored.get(name) != here:
-                raise SaccadeError(f"saved KV has {name}={stored.get(name)!r}, but this storage has {here!r}")
+                raise SaccadeError(
+                    f"saved KV has {name}={stored.get(name)!r}, but this storage has {here!r}{_way_out(name, stored)}"
+                )
 
 
 def described(pool: BlockManager) -> dict[str, Any]:
@@ -58,6 +60,15 @@ def _described(format: KVFormat, layers: int) -> dict[str, Any]:
         **{name: True for name in ("turned", "balanced") if getattr(format, name)},
         **({"value_dim": format.value_dim} if format.joined else {}),
     }
+
+
+def _way_out(name: str, stored: Mapping[str, Any]) -> str:
+    """Which settings of an engine read what is ``stored``, where ``name`` is what differs; nothing for a name that no
+    setting is."""
+    rows, turned, dtype = (shown(stored.get(one), 40) for one in ("k_rows", "turned", "dtype"))
+    if name in ("k_rows", "v_rows", "turned"):
+        return f"; kv_dtype={rows} with kv_rotate={turned} reads it"
+    return f"; dtype={dtype} reads it" if name == "dtype" else ""
 
 
 def save_kv(kv: SequenceKV) -> SavedKV:
