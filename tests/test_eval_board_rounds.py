@@ -11,7 +11,7 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.drifts import Drifts
-from saccade.eval.board.play import Placed, asked, jobs, settled, unfinished
+from saccade.eval.board.jobs import Placed, asked, jobs, settled, unfinished
 from saccade.eval.setting import load
 from saccade.methods.policy import Policy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.eval.board.drifts import load_drift
-from saccade.eval.board.play import Placed
+from saccade.eval.board.jobs import Placed
 from saccade.eval.board.rows import low_tasks
 from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
 from saccade.eval.summary import Run

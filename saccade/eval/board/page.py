@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from saccade.eval.board import origin
 from saccade.eval.board.entries import EXCLUDED, KINDS
 from saccade.eval.board.equal import DRIFTS, RECALLS, Equal, equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.grid import Grid
+from saccade.eval.board.jobs import Placed
 from saccade.eval.board.matching import MATCHED
 from saccade.eval.board.pictures import drift_panel, marker, panels
-from saccade.eval.board.play import Placed, refuse_weak
+from saccade.eval.board.play import refuse_weak
 from saccade.eval.board.rows import Row, fold
 from saccade.eval.plots import in_k
 from saccade.eval.stats import Interval
@@ -54,15 +55,18 @@ class Table:
     more: int = 0
 
 
-def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0) -> list[Path]:
+def write_board(
+    placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0, timed: bool = True
+) -> list[Path]:
     """Write board.html, board.json and board.md to ``out`` and return their paths. Without matplotlib the page has its
-    tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, where dense
+    tables and no figures. ``missing``: settings that are not finished. ``timed``: tell times, which mean nothing
+    where other processes ran beside. RequestError where nothing is, where dense
     attention scores below half of what is possible, or if ``out`` cannot be written."""
     if all(one.folder is None and one.drift is None for one in placed):
         raise RequestError("nothing of the board is finished yet; the same command goes on where it stopped")
     refuse_weak(placed)
     lengths = sorted({one.length for one in placed})
-    rows = fold(placed, lengths)
+    rows = [replace(row, timed=timed) for row in fold(placed, lengths)]
     sections = [_section(rows, letter, grid, lengths) for letter in grid.protocols]
     about = origin.about(placed, command, missing)
     files = {
@@ -125,6 +129,7 @@ class Columns:
     bytes: bool
     recall: bool
     drift: bool
+    times: bool
 
     @classmethod
     def of(cls, rows: Sequence[Row], lengths: Sequence[int]) -> Columns:
@@ -137,6 +142,7 @@ class Columns:
             any(row.read is not None for row in rows),
             any(row.recall is not None for row in rows),
             any(row.kl is not None for row in rows),
+            any(row.time is not None for row in rows),
         )
 
     @property
@@ -148,7 +154,8 @@ class Columns:
             "keys read",
             *(["bytes read"] if self.bytes else []),
             *(["recall"] if self.recall else []),
-            *(["KL, nats [95 %]", "tokens that agree", "time, of dense's"] if self.drift else []),
+            *(["KL, nats [95 %]", "tokens that agree"] if self.drift else []),
+            *(["time, of dense's"] if self.times else []),
             *(["p (McNemar)", "n"] if self.answered else []),
             "setting",
         )
@@ -158,7 +165,11 @@ def _budget_table(rows: Sequence[Row], budget: float, columns: Columns) -> Table
     own = [row for row in rows if row.budget == budget]
     off = sum(not row.matched for row in own)
     said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
-    said += f"; {off} below them could not be set to read that many keys, so no rank is theirs." if off else "."
+    said += (
+        f"; {off} below them could not be set to read that many keys, or were cut short, so no rank is theirs."
+        if off
+        else "."
+    )
     lines = tuple(_line(row, columns) for row in own)
     return Table(f"At equal keys: {100 * budget:g} % of what dense reads", columns.head, lines, said, 3)
 
@@ -170,7 +181,7 @@ def _line(row: Row, columns: Columns) -> Line:
         [part.policy for part in row.parts.values()] or [one.policy for one in row.drifts.values()]
     )
     counted = [f"{min(chances):.2g}" if chances else "–", str(row.loss.n) if row.loss else "–"]
-    drift = (_nats(row.kl), _share(row.agree), "–" if row.time is None else f"{row.time:.2f}")
+    drift = _nats(row.kl), _share(row.agree)
     cells = (
         *([_lost(row.loss)] if columns.answered else []),
         *(_mean_lost(row.families.get(name)) for name in columns.families),
@@ -179,12 +190,15 @@ def _line(row: Row, columns: Columns) -> Line:
         *([_share(row.read)] if columns.bytes else []),
         *([_share(row.recall)] if columns.recall else []),
         *(drift if columns.drift else []),
+        *(["–" if row.time is None else f"{row.time:.2f}"] if columns.times else []),
         *(counted if columns.answered else []),
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
     )
     note = ""
     if row.errors:
         note = row.errors[0]
+    elif row.cut is not None:
+        note = f"cut after {row.cut:g} s"
     elif not row.complete:
         note = "not finished at every length"
     elif row.budget is not None and not row.matched:
