@@ -256,7 +256,7 @@ HOW = (
     "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
     "KL is that of the next token's distribution to dense attention's, over forced tokens of made prose in which "
     "facts come again; tables at equal drift take the straight line between the logarithms of two settings' KL. Time "
-    "is that of the method's phase over dense attention's there, one sequence alone.",
+    "is that of the method's phase over dense attention's there, one sequence alone, kernels compiled before.",
     "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
     "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths; n samples were "
     "answered.",
