@@ -16,6 +16,7 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
+from saccade.eval.board import jobs as board_jobs
 from saccade.eval.board import kept, play
 from saccade.eval.board.jobs import Placed, jobs, settled, slow_last, unfinished, why_row_by_row
 from saccade.eval.predict import take
@@ -180,3 +181,29 @@ def test_answers_end_when_their_time_is_over_and_the_engine_is_free(tmp_path, ti
         assert said[0] == said[1] != []
         with pytest.raises(RequestError, match=r"workers=2 and until=1\.0, not both"):
             list(answers_in_order(samples, llm, config, setting, workers=2, until=1.0))
+
+
+@pytest.mark.usefixtures("always_right")
+def test_a_method_on_the_row_path_runs_last_with_few_samples_at_once(tmp_path, tiny_llama, capsys, monkeypatch):
+    asked, real = {}, play.predict
+
+    def why(llm, policy):
+        return "no kernel" if policy.decode.name == "quest" else None
+
+    def predict(data, llm, model, setting, results, *, together, **options):
+        asked[setting.policy.decode.name] = together
+        return real(data, llm, model, setting, results, together=together, **options)
+
+    for module in (play, board_jobs):
+        monkeypatch.setattr(module, "why_row_by_row", why)
+    monkeypatch.setattr(play, "predict", predict)
+    command = [
+        *("eval", "board", "--model", tiny_llama, "--method", "quest", "--method", "streaming", "-t", "natural:facts"),
+        *("--length", 1024, "--keys", 256, "--keys", 384, "--samples", 2, "--protocol", "B", "--recall", 0),
+        *("--dtype", "float32", "--kv-memory", "16MiB", "--drift", 4, "--together", 8, "--out", tmp_path / "out"),
+        *("--limit", 1, "--limit", 2),
+    ]
+    assert run(*command) == 0
+    said = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines() if "of 1 settings" in line]
+    assert said == [*(2 * ["dense", "streaming", "streaming"]), *(4 * ["quest"])]
+    assert asked == {"dense": 8, "streaming": 8, "quest": play.APART}

@@ -10,13 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from saccade.engine.settings.config import EngineConfig
-from saccade.errors import RequestError
+from saccade.errors import RequestError, SaccadeError
 from saccade.eval.answer import answer, answer_aloud, quietly
 from saccade.eval.samples import Sample
 from saccade.eval.setting import Setting, load
@@ -77,7 +77,8 @@ def _ended_at(until: float, llm: LLM) -> Iterator[threading.Event]:
             return
         ended.set()
         while True:
-            llm.loop.cancel_all()
+            with suppress(SaccadeError):  # an engine that broke ends what runs by itself
+                llm.loop.cancel_all()
             if left.wait(_AGAIN):
                 return
 
