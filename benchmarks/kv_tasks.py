@@ -28,10 +28,17 @@ from saccade.eval.stats import paired_difference
 Scores = dict[str, tuple[str, float, list[str]]]  # task, score and answers of a sample by its id
 
 
-def config_of(asked: argparse.Namespace, kv_dtype: str) -> EngineConfig:
-    """Of an engine that stores keys and values as ``kv_dtype`` says, the rest as asked on the command line."""
+TURNS = {"rotated": True, "as-is": False}  # kv_rotate, by what follows a format
+
+
+def config_of(asked: argparse.Namespace, format: str) -> EngineConfig:
+    """Of an engine that stores keys and values as ``format`` says, the rest as asked on the command line. Raises
+    SystemExit for a turn that is none of TURNS."""
     same = {name: getattr(asked, name) for name in ("model", "dtype", "threads", "device", "kv_memory")}
-    return computed(EngineConfig(**same, kv_dtype=kv_dtype))
+    kv_dtype, *turn = format.split("+")
+    if any(one not in TURNS for one in turn):
+        raise SystemExit(f"--formats {format}: behind '+' stands one of {', '.join(TURNS)}")
+    return computed(EngineConfig(**same, kv_dtype=kv_dtype, kv_rotate=TURNS[turn[0]] if turn else None))
 
 
 def main() -> None:
@@ -40,7 +47,12 @@ def main() -> None:
     parser.add_argument("--task", action="append", required=True)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=50, help="of each task")
-    parser.add_argument("--formats", default="auto,int8", help="values of kv_dtype; others are held against the first")
+    parser.add_argument(
+        "--formats",
+        default="auto,int8",
+        help="values of kv_dtype, +rotated or +as-is behind where kv_rotate is not its default: auto+rotated rounds as "
+        "many bits otherwise; others are held against the first",
+    )
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--haystack", default="prose", help="as saccade eval's")
@@ -94,7 +106,7 @@ def answered(asked: argparse.Namespace, data: Path, format: str) -> Path:
 def finished(asked: argparse.Namespace, data: Path, format: str) -> Path | None:
     """The folder of what was answered under ``format``, scored; None where there is none."""
     head = f"{slug(Path(asked.model).name)}__{slug(asked.policy)}__"
-    tail = f"__{slug(data.stem)}" + ("" if format == "auto" else f"__{slug(format)}")
+    tail = f"__{slug(data.stem)}" + "".join(f"__{slug(part)}" for part in format.split("+") if part != "auto")
     folders = [one for one in asked.out.glob(f"{head}*{tail}") if (one / PREDICTIONS).is_file()]
     if not folders:
         return None

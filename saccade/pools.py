@@ -122,7 +122,9 @@ def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:
             "dtype alone; leave kv_dtype at 'auto'"
         )
     turned = _turns(config, rows, model)
-    return KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, config.block_size, rows, rows, turned, spec.value_dim)
+    balanced = turned and model.runner.balances_modules
+    sizes = spec.dtype, spec.kv_heads, spec.head_dim, config.block_size
+    return KVFormat(*sizes, rows, rows, turned, balanced, spec.value_dim)
 
 
 def _reader(backend: str, device: torch.device) -> str:

@@ -15,6 +15,7 @@ from test_server_tool_formats import TEMPLATES, byte_level
 
 from saccade.eval.answer import COUNTS
 from saccade.eval.haystack import PROSE
+from saccade.eval.predict import folder_name, stored_as
 from saccade.eval.results import CONFIG, PREDICTIONS, SCORES, file_hash, write_json
 from saccade.eval.runner import prepare
 from saccade.eval.sources import Given
@@ -172,6 +173,30 @@ def test_an_engine_is_gone_before_the_next_one_is_made(script, monkeypatch, tmp_
     monkeypatch.setattr(sys, "argv", [script, *given])
     module.main()
     assert len(Engine.alive) == 3
+
+
+def test_a_format_says_whether_keys_are_turned(tasks, tmp_path):
+    """And the folder of its answers is found again under the name that they were written by."""
+    asked = Namespace(model="m", dtype="auto", threads=1, device="cpu", kv_memory="9MiB", policy="dense", out=tmp_path)
+    data = {"name": "m-9-t", "path": "m-9-t.jsonl", "sha256": "0"}
+    for format, kept in (
+        ("auto", ("auto", None)),
+        ("auto+rotated", ("auto", True)),
+        ("int8", ("int8", None)),
+        ("int8+as-is", ("int8", False)),
+    ):
+        config = tasks.config_of(asked, format)
+        assert (config.kv_dtype, config.kv_rotate) == kept
+        model = {"name": "m"} | {name: value for name, value in stored_as(config).items() if value is not None}
+        said = {"model": model, "policy": "dense", "protocol": "A", "history": "self", "data": data}
+        folder = tmp_path / folder_name(said)
+        folder.mkdir()
+        (folder / PREDICTIONS).touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tasks, "score_folder", lambda *_: None)
+            assert tasks.finished(asked, tmp_path / "m-9-t.jsonl", format) == folder
+    with pytest.raises(SystemExit, match="behind '\\+' stands one of rotated, as-is"):
+        tasks.config_of(asked, "int8+turned")
 
 
 def test_rows_of_a_run_that_was_cut_short_need_no_model(tasks, tmp_path, monkeypatch, capsys):

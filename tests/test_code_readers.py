@@ -17,6 +17,7 @@ from saccade.kv import KVFormat
 from saccade.kv.row_formats import INT8
 from saccade.ops import Call, run
 from saccade.ops.mean_tail import mean_tail
+from saccade.ops.triton import dispatch, few_rows
 from saccade.ops.triton.few_rows import attend_groups
 from saccade.ops.triton.means import attend_means
 from saccade.ops.triton.prefill import Config, attend_prefill
@@ -45,6 +46,17 @@ def test_a_few_rows_read_codes_where_they_lie():
     dense = parts(Call.of(q, plain, Dense(shape), scale=0.1), "reference")
     check(attend_groups(q, coded, 70, scale=0.1), dense)
     check(attend_prefill(q, coded, Dense(shape), scale=0.1, config=Config(64, 32, 4, 2, copy=True)), dense)
+
+
+@pytest.mark.parametrize("rows", [9, 20, 67])
+def test_few_rows_over_many_codes_are_not_copied_first(monkeypatch, rows):
+    """In one group of 64 lines, and in groups of 128, the last of which is not full."""
+    monkeypatch.setattr(few_rows, "FEWEST_KEYS", 128)
+    monkeypatch.setattr(dispatch, "plain_copy", lambda *a: pytest.fail("the keys were copied"))
+    q, coded, plain = views(torch.float32, 230, 32, heads=8, rows=INT8)
+    shape, q = Shape.suffix(8, 2, rows, 230), q[:, -rows:]
+    ours = parts(Call.of(q, coded, Dense(shape), scale=0.2), "triton")
+    check(ours, parts(Call.of(q, plain, Dense(shape), scale=0.2), "reference"))
 
 
 @pytest.mark.parametrize("rows", [5, pytest.param(60, marks=pytest.mark.thorough)])

@@ -20,7 +20,8 @@ class KVFormat:
     """The layout of a block's keys, and of its values: contiguous rows [kv_heads, block_size, width].
 
     Rows of ``head_dim`` values go in and come out in ``dtype``; ``k`` and ``v`` say how keys and values are stored.
-    ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py). ``value_dim``: None, or that a value is
+    ``turned``: keys are in the basis of ``kv_rotate`` (models/key_turns.py); ``balanced``: in that of a model whose
+    layers run as modules and have a bias of keys, which 0.3.0 did not balance. ``value_dim``: None, or that a value is
     the first so many channels of its key, and is not stored (latent attention): reading values reads keys, and of
     what comes of them the channels behind those mean nothing. ``filled``: None, or that values are zeros behind so many
     channels, which kernels need not read; nor do those of what comes of them mean anything. ``block_size``: tokens of a
@@ -35,6 +36,7 @@ class KVFormat:
     k: RowFormat = AUTO
     v: RowFormat = AUTO
     turned: bool = False
+    balanced: bool = False
     value_dim: int | None = None
     filled: int | None = None
 

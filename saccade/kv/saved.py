@@ -32,7 +32,8 @@ class SavedKV:
     def check(self, pool: BlockManager) -> None:
         """Raise SaccadeError unless ``pool`` can take this in. Block sizes may differ."""
         # where nothing is written of them
-        plain = {"k_rows": AUTO.name, "v_rows": AUTO.name, "turned": False, "value_dim": None, "others": []}
+        plain: dict[str, Any] = {"k_rows": AUTO.name, "v_rows": AUTO.name, "value_dim": None, "others": []}
+        plain |= {"turned": False, "balanced": False}
         stored, own = plain | self.metadata, plain | described(pool)
         for name, here in own.items():
             if stored.get(name) != here:
@@ -54,7 +55,7 @@ def _described(format: KVFormat, layers: int) -> dict[str, Any]:
         "dtype": str(format.dtype).removeprefix("torch."),
         **{name: rows.name for name, rows in (("k_rows", format.k), ("v_rows", format.v)) if rows is not AUTO},
         **({"row_width": format.k.width(format.head_dim)} if format.k.coded else {}),
-        **({"turned": True} if format.turned else {}),
+        **{name: True for name in ("turned", "balanced") if getattr(format, name)},
         **({"value_dim": format.value_dim} if format.joined else {}),
     }
 

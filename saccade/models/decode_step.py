@@ -12,7 +12,6 @@ from torch import Tensor
 
 from saccade.models.interface import AttentionContext
 from saccade.models.keeping import SlotRows
-from saccade.models.key_turns import TurnedContext
 from saccade.models.runner import HFRunner
 
 
@@ -43,7 +42,7 @@ class DecodeStep:
         hidden, beside = runner.around.begin(embedded), runner.around.by_layer(token_ids, embedded)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
-            given = ctx if runner.turns is None else TurnedContext(ctx)
+            given = runner.turned(ctx)
             for index in range(runner.depth):
                 own = None if beside is None else beside[:, index]
                 hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], given, states, own)

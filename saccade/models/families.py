@@ -75,7 +75,8 @@ class Family:
     ``latent``: what layers keep of a token is a latent (models.latent). ``shares_keys``: the last
     ``num_kv_shared_layers`` of the config store no keys and values, but each reads those that the last layer of its
     type before them has stored. ``heads_by_layer``: layers have heads of sizes of their own
-    (``config.per_layer_config``). ``embeds_by_layer``, ``streams``: see models.streams.
+    (``config.per_layer_config``). ``embeds_by_layer``, ``streams``: see models.streams. ``rotates_neighbours``: RoPE
+    mixes channels 2 i and 2 i + 1, not the two halves of what it rotates.
     """
 
     model_type: str
@@ -83,6 +84,7 @@ class Family:
     windows: Windows = "none"
     rotary_per_layer_type: bool = False
     some_layers_unrotated: bool = False
+    rotates_neighbours: bool = False
     final_norm: str = "norm"
     rotary: str | None = "rotary_emb"  # None: it does not rotate
     scale_embedding: str | None = None
@@ -110,7 +112,7 @@ _CHECKED = (
     Family("phi3", "Phi3ForCausalLM", windows="every_layer", restarts_at_long_rope=True),
     Family("mixtral", "MixtralForCausalLM", windows="every_layer"),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", windows="every_layer"),
-    Family("glm4", "Glm4ForCausalLM"),
+    Family("glm4", "Glm4ForCausalLM", rotates_neighbours=True),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
@@ -150,12 +152,13 @@ _CHECKED = (
     ),
     Family("phi", "PhiForCausalLM", final_norm="final_layernorm"),
     Family("gpt_oss", "GptOssForCausalLM", windows="layer_types"),
-    Family("cohere", "CohereForCausalLM", finish_logits=_multiplied),
+    Family("cohere", "CohereForCausalLM", rotates_neighbours=True, finish_logits=_multiplied),
     Family(
         "cohere2",
         "Cohere2ForCausalLM",
         windows="layer_types",
         some_layers_unrotated=True,
+        rotates_neighbours=True,
         finish_logits=_multiplied,
     ),
     Family("olmo2", "Olmo2ForCausalLM"),
@@ -166,9 +169,9 @@ _CHECKED = (
     Family("ministral3", "Ministral3ForCausalLM", windows="every_layer"),
     Family("arcee", "ArceeForCausalLM"),
     Family("cwm", "CwmForCausalLM", windows="layer_types", llama_shape=LlamaShape()),
-    Family("ernie4_5", "Ernie4_5ForCausalLM"),
+    Family("ernie4_5", "Ernie4_5ForCausalLM", rotates_neighbours=True),
     Family("exaone4", "Exaone4ForCausalLM", windows="layer_types", some_layers_unrotated=True),
-    Family("glm", "GlmForCausalLM"),
+    Family("glm", "GlmForCausalLM", rotates_neighbours=True),
     Family("olmo", "OlmoForCausalLM"),
     Family("olmoe", "OlmoeForCausalLM"),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", windows="layer_types"),

@@ -3,21 +3,24 @@ like size where they are rounded, and every product of a query with a key stays 
 
 A Hadamard matrix spreads an outlier over all channels (QuaRot, Ashkboos et al., 2024). Where keys have a bias it is
 most of what they are, in a few pairs of channels that RoPE turns: Qwen2.5's first layer has pairs of 108 among others
-of 7. Channels of such a layer are first balanced by the sizes that the bias gives them, alike in the two halves that
-RoPE mixes: keys are divided, and queries multiplied. All that is known from the weights; nothing is fitted to data.
+of 7. Channels of such a layer are first balanced by the sizes that the bias gives them, alike in the two that RoPE
+mixes, each of its own where RoPE turns only a head's first channels: keys are divided, and queries multiplied. All that
+is known from the weights; nothing is fitted to data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from saccade.ops import row_passes
 
 if TYPE_CHECKING:
+    from saccade.models.families import Family
     from saccade.models.interface import AttentionContext, LayerAttention
     from saccade.models.llama_weights import LlamaWeights
 
@@ -54,28 +57,56 @@ def turns_of(weights: LlamaWeights) -> list[KeyTurn]:
     ]
 
 
-def balanced(bias: Tensor, heads: int, head_dim: int) -> KeyTurn:
-    """Of a layer whose keys have ``bias`` [kv_heads * head_dim] and are then rotated, channel c with c + head_dim / 2.
-    A pair counts by its size, the root of its mean square, those below the head's median as that."""
-    pairs = bias.float().view(-1, 2, head_dim // 2).square().mean(1).sqrt()  # [kv_heads, head_dim / 2]
-    most = pairs.amax(1, keepdim=True)
+def turns_of_modules(layers: Sequence[Any], family: Family, config: Any) -> list[KeyTurn]:
+    """Of every layer of a model that runs as transformers' modules, by layer of the model, those that do not attend
+    too. What norms its keys behind the bias, or may not rotate them, is not balanced."""
+    part = "self_attn" if family.keeping is None else family.keeping.attention
+    rope = getattr(config, "rope_parameters", None) or {}
+    turns = []
+    for layer in layers:
+        module = getattr(layer, part, None)
+        query, key = (getattr(getattr(module, name, None), "bias", None) for name in ("q_proj", "k_proj"))
+        normed = any(getattr(module, name, None) is not None for name in ("k_norm", "k_layernorm"))
+        still = normed or family.rotary is None or family.some_layers_unrotated
+        if module is None or still or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+            turns.append(PLAIN)
+            continue
+        size = int(module.head_dim)
+        rotated = int(size * float(rope.get("partial_rotary_factor", 1.0)))
+        turns.append(balanced(key, len(query) // size, size, rotated, family.rotates_neighbours))
+    return turns
+
+
+def balanced(bias: Tensor, heads: int, head_dim: int, rotated: int | None = None, neighbours: bool = False) -> KeyTurn:
+    """Of a layer whose keys have ``bias`` [kv_heads * head_dim], of which the first ``rotated`` channels of a head (all
+    of them) are then rotated, channel c with c + rotated / 2, or ``neighbours`` with each other. A pair counts by its
+    size, the root of its mean square, a channel that is not rotated by its own; those below the head's median as
+    that."""
+    rotated = head_dim if rotated is None else rotated
+    channels = bias.detach().float().view(-1, head_dim)
+    pairs = channels[:, :rotated].unflatten(1, (-1, 2) if neighbours else (2, -1))
+    along = 2 if neighbours else 1
+    sizes = pairs.square().mean(along, keepdim=True).sqrt().expand_as(pairs).flatten(1)
+    sizes = torch.cat([sizes, channels[:, rotated:].abs()], 1)  # [kv_heads, head_dim]
+    most = sizes.amax(1, keepdim=True)
     if not bool((most > 0).all() and most.isfinite().all()):
         return PLAIN
-    least = pairs.median(1, keepdim=True).values.maximum(LEAST * most)
-    size = pairs.maximum(least).pow(POWER)
-    size = (size / size.mean(1, keepdim=True)).repeat(1, 2)
+    least = sizes.median(1, keepdim=True).values.maximum(LEAST * most)
+    size = sizes.maximum(least).pow(POWER)
+    size = size / size.mean(1, keepdim=True)
     return KeyTurn(size.repeat_interleave(heads // len(size), 0).contiguous(), size.reciprocal())
 
 
 @dataclass(frozen=True, eq=False)
 class TurnedContext:
-    """``ctx`` for layers that do not turn their queries and keys themselves."""
+    """``ctx`` for layers that do not turn their queries and keys themselves. ``turns``: of each that attends."""
 
     ctx: AttentionContext
+    turns: Sequence[KeyTurn]
 
     def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
         """See AttentionContext."""
-        PLAIN.turn(q, k)
+        self.turns[layer].turn(q, k)
         return self.ctx.run(layer, q, k, v, spec)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:

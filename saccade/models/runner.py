@@ -31,7 +31,7 @@ from saccade.models.interface import (
 )
 from saccade.models.keeping import KeepingLayers
 from saccade.models.keeping_step import KeptStep, kept_step
-from saccade.models.key_turns import PLAIN, KeyTurn, TurnedContext, alike, turns_of
+from saccade.models.key_turns import KeyTurn, TurnedContext, alike, turns_of, turns_of_modules
 from saccade.models.latent import use_latents
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
@@ -84,9 +84,24 @@ class HFRunner:
         must be of the same one."""
         self.turns = None
         if on:
-            self.turns = [PLAIN] * self.depth if self.llama is None else turns_of(self.llama.weights)
+            self.turns = self._module_turns if self.llama is None else turns_of(self.llama.weights)
         if self.llama is not None:
             self.llama.turn(self.turns)
+
+    @cached_property
+    def _module_turns(self) -> list[KeyTurn]:
+        return turns_of_modules(self.modules.layers, self.family, self.config)
+
+    @property
+    def balances_modules(self) -> bool:
+        """Whether turned keys are balanced, too, where layers run as transformers' modules (key_turns)."""
+        return self.llama is None and not alike(self._module_turns)
+
+    def turned(self, ctx: AttentionContext) -> AttentionContext:
+        """``ctx`` for transformers' modules, which do not turn what they hand to it."""
+        if self.turns is None:
+            return ctx
+        return TurnedContext(ctx, [turn for turn, number in zip(self.turns, self._numbers) if number is not None])
 
     @cached_property
     def _kept_step(self) -> KeptStep | None:
@@ -193,7 +208,7 @@ class HFRunner:
             kept = self._kept_step
             if kept is not None and kept.serves(len(positions), states) and (kept.same_bits or not self.exact):
                 done = whole.run_layers(kept.given(states), hidden, rotary.layers, kept.attention)
-        given = ctx if self.turns is None else TurnedContext(ctx)  # of modules
+        given = self.turned(ctx)
         pieces = None if self.keeping is None else self.keeping.pieces(states, segments, device)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if done else self.depth):

@@ -41,6 +41,7 @@ class Tiles(NamedTuple):
 PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
 # Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
 CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
+SOME_CODES = Tiles(keys=64, warps=4, stages=3, registers=None, resident=2)  # of 33 to 64 rows of a product
 MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
 SHARED = 231_424  # bytes of a Hopper GPU's shared memory that a program's tiles and queries may take
 QUERIES = 1 << 16  # of these, of queries
@@ -73,7 +74,7 @@ def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
     if not format_of(pages.k, q.dtype).coded:
         return PLAIN
     if pad(lines) > 32:
-        return MANY_CODES
+        return SOME_CODES if pad(lines) <= 64 else MANY_CODES
     if pad(lines) > 16 or q.dtype == torch.float32:
         return PLAIN._replace(registers=None)
     return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)

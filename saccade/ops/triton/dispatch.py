@@ -111,7 +111,8 @@ def attend(
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len]. The caller has checked
     :func:`serves`."""
     selection = selection.to(q.device)
-    if kv.format.k.coded and q.shape[1] > FEW_ROWS and not _copies(q, selection):
+    few = isinstance(selection, Dense) and pays(q, kv, selection.shape.q_start)
+    if kv.format.k.coded and q.shape[1] > FEW_ROWS and not few and not _copies(q, selection):
         # Each tile of rows would turn codes into numbers by itself.
         kv = plain_copy(kv, selection.shape.q_start + q.shape[1])
     if isinstance(selection, Mixed):
@@ -127,7 +128,7 @@ def attend(
         return attend_lines(q, kv, _as_lines(inner, q.device), cone, scale=scale, softcap=softcap)
     if selection.shape.q_len > 1 or isinstance(selection, Band):
         assert isinstance(selection, (Dense, Band, Blocks))
-        if isinstance(selection, Dense) and (kv.format.joined or pays(q, kv, selection.shape.q_start)):
+        if few or (kv.format.joined and isinstance(selection, Dense)):
             return attend_groups(q, kv, selection.shape.q_start, scale=scale, softcap=softcap)
         return attend_prefill(q, kv, selection, scale=scale, softcap=softcap)
     # The row reads the keys up to its own, wherever the view ends.

@@ -20,7 +20,10 @@ from saccade.ops.triton.decode import Tiles, attend_decode, most_lines
 
 LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit few registers
 TILE = 64  # rows and query heads of a KV head together, of a group
+# Every group turns the codes of coded rows into numbers by itself, so more lines share the work.
+CODED_TILE = 128
 MOST_ROWS, FEWEST_KEYS = 128, 16384  # of a call whose rows go in groups; with fewer keys launching is what takes time
+MOST_CODED = 256  # MOST_ROWS over coded rows, which whole tiles of rows would have copied first
 FEW = 32  # query heads of a KV head, times rows, that do
 
 
@@ -50,7 +53,8 @@ def attend_few(
 def pays(q: Tensor, kv: KVView, start: int) -> bool:
     """Whether a dense call of the rows ``q`` [heads, t, head_dim] from ``start`` on is :func:`attend_groups`'s: so few
     rows over so many keys that whole tiles of rows would leave most processors idle."""
-    return 1 < q.shape[1] <= MOST_ROWS and start >= FEWEST_KEYS and kv.length >= start + q.shape[1]
+    most = MOST_CODED if kv.format.k.coded else MOST_ROWS
+    return 1 < q.shape[1] <= most and start >= FEWEST_KEYS and kv.length >= start + q.shape[1]
 
 
 def attend_groups(
@@ -61,7 +65,9 @@ def attend_groups(
     the same keys, and the keys of each are read in as many parts as fill the device. Returns ``out`` like q and ``lse``
     float32 [heads, t]."""
     heads, count, _ = q.shape
-    lines = TILE if kv.format.joined else min(TILE, most_lines(q))  # of latents heads are cut, too
+    few = count * (heads // kv.kv_heads) <= TILE
+    lines = CODED_TILE if kv.format.k.coded and not few else TILE
+    lines = lines if kv.format.joined else min(lines, most_lines(q))  # of latents heads are cut, too
     each = max(1, lines * kv.kv_heads // heads)
     groups = -(-count // each)
     paged = kv.upto(start + count).paged()
