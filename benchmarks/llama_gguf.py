@@ -64,7 +64,8 @@ def write_gguf(folder: Path, file: Path, kind: str = "bf16") -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type({"f32": 0, "bf16": 32, "q8_0": 7}[kind])
     _tokenizer(writer, folder, config["vocab_size"])
-    for name, tensor in _tensors(folder):
+    for name, tensor in tensors_of(folder):
+        name = name.removesuffix(".weight")
         layer, _, inner = name.removeprefix("model.layers.").partition(".")
         short = _NAMES[inner if layer.isdecimal() else name]
         if short in ("attn_q", "attn_k"):
@@ -80,18 +81,23 @@ def write_gguf(folder: Path, file: Path, kind: str = "bf16") -> None:
             stored = gguf.quants.quantize(tensor.float().numpy(), wanted)
         place = f"blk.{layer}.{short}.weight" if layer.isdecimal() else f"{short}.weight"
         writer.add_tensor(place, stored, raw_dtype=wanted)
+    finish(writer)
+
+
+def finish(writer: Any) -> None:
+    """Write the file of a ``gguf`` writer that knows everything."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every matrix by its name without ``.weight``."""
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint's safetensors by its name, one at a time."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                yield name.removesuffix(".weight"), opened.get_tensor(name)
+                yield name, opened.get_tensor(name)
 
 
 def _interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -21,12 +21,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from hybrid import checkpoint, measure
-from safetensors import safe_open
+from llama_gguf import finish, tensors_of
 
 from saccade import LLM
 from saccade.ops import cpu
@@ -85,23 +84,14 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, tensor in _tensors(folder):
+    for name, tensor in tensors_of(folder):
+        name = name.removeprefix("model.")
         if tensor.ndim == 2 and not name.endswith("conv1d.weight"):  # as it lies there
             stored = tensor.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(_place(name), stored, raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
             writer.add_tensor(_place(name), _vector(name, tensor.float()).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name.removeprefix("model."), opened.get_tensor(name)
+    finish(writer)
 
 
 def _place(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade import LLM
-from saccade.engine.drafts.pacing import tokens_of_round
+from saccade.engine.drafts.step_times import tokens_of_round
 
 
 @dataclass

@@ -32,40 +32,14 @@ from torch import Tensor
 
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
-from saccade.bench.generate_kv import TAIL, plant
+from saccade.bench.generate_kv import TAIL, Filling, run_tail
 from saccade.bench.ttft import prompt
 from saccade.engine.request import Request
 from saccade.engine.rows import resolved as host_resolved
-from saccade.kv import SequenceKV
 from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy
-from saccade.models.interface import LayerAttention, Segment
-from saccade.ops import attend
 
 PIECE = 1 << 16  # tokens of made-up KV at a time
-
-
-class Filling:
-    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
-    piece of it."""
-
-    def __init__(self, kv: SequenceKV, past: int, kv_heads: int, dtype: torch.dtype, topics: bool) -> None:
-        self.kv, self.past, self.kv_heads, self.dtype, self.topics = kv, past, kv_heads, dtype, topics
-        self.generator = torch.Generator().manual_seed(0)
-
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        for start in range(0, self.past, PIECE):
-            made = plant(q, min(PIECE, self.past - start), self.kv_heads, spec.scale, self.generator)
-            if self.topics:
-                add_topics(made[0], q, self.generator)
-            past_k, past_v = (part.to(self.dtype) for part in made)
-            self.kv.append(layer, past_k, past_v)
-        self.kv.append(layer, k, v)
-        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
-        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise NotImplementedError
 
 
 def add_topics(keys: Tensor, q: Tensor, generator: torch.Generator) -> None:
@@ -92,17 +66,9 @@ def add_topics(keys: Tensor, q: Tensor, generator: torch.Generator) -> None:
 @torch.inference_mode()
 def fill(llm: LLM, request: Request, topics: bool = False) -> None:
     """Store made-up KV for all but the last row of the prompt."""
-    ids, kv, spec = request.sequence.tokens, request.sequence.kv, llm.model.spec
-    past = len(ids) - TAIL
+    ids, kv = request.sequence.tokens, request.sequence.kv
     kv.reserve(len(ids))
-    context = Filling(kv, past, spec.kv_heads, spec.dtype, topics)
-    llm.model.runner.run(
-        torch.tensor(ids[past:]),
-        torch.arange(past, len(ids)),
-        context,
-        segments=[Segment(0, TAIL, len(ids))],
-        logit_rows=torch.empty(0, dtype=torch.long),
-    )
+    run_tail(llm.model.runner, ids, Filling(kv, len(ids) - TAIL, PIECE, 0, add_topics if topics else None))
     kv.truncate(len(ids) - 1)
     request.sequence.filled(len(ids) - 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from helpers import MATRIX
+from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.core import Engine
@@ -37,6 +38,33 @@ def make(folder, blocks: int = 400, **options: Any) -> LLM:
 
 def tokens(output) -> list[int]:
     return output.outputs[0].token_ids
+
+
+def preempted(folder, llm: LLM, policy: str | Policy):
+    """Three requests grow in a pool that holds little more than two: the last ones are computed again, and agree with
+    those of ``llm``, alone. The small engine and their outputs."""
+    ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [tokens(llm.generate(one, params, policy=policy)[0]) for one in ids]
+    small = make(folder, blocks=3 * LAYERS * 4 + LAYERS)
+    outputs = small.generate(ids, params, policy=policy)
+    assert [tokens(output) for output in outputs] == alone
+    assert sum(output.report["preemptions"] for output in outputs) > 0
+    return small, outputs
+
+
+def check_cancelled_turn(llm: LLM, policy: str | Policy) -> None:
+    """A turn that was cancelled in its middle leaves no trace: the next one is what it is without it."""
+    first, second, third = (random_ids(length, seed=length) for length in (127, 125, 126))
+    with llm.session(policy) as session:
+        session.generate(first, GREEDY)
+        wanted = tokens(session.generate(second, GREEDY))
+    with llm.session(policy) as session:
+        session.generate(first, GREEDY)
+        running = session.stream(third, GREEDY)
+        next(running), next(running)
+        running.close()
+        assert tokens(session.generate(second, GREEDY)) == wanted
 
 
 def start(llm: LLM, ids: list[int], params: SamplingParams = GREEDY, policy: str | Policy = "dense"):

@@ -16,7 +16,7 @@ from saccade.ops import cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
-MODULES = ("harness", "endtoend", "tiers", "hosted")  # of that folder, which is no package
+MODULES = ("harness", "random_llama", "engine_steps", "tiered_steps", "hosted")  # of that folder, which is no package
 LAYERS, HEADS, TOKENS, SHARE = 2, 8, 2048, 0.04
 
 
@@ -44,14 +44,13 @@ def rows(tmp_path_factory):
         for name in MODULES:
             patch.delitem(sys.modules, name, raising=False)
         patch.setenv("LONGEST", "8192")
-        patch.setenv("WANTED", "")
         patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks" / "gpu"))
-        import endtoend
+        import engine_steps
         import harness
         import hosted
 
         patch.setattr(harness, "OUT", folder)
-        patch.setattr(endtoend, "measured_limits", dict)
+        patch.setattr(engine_steps, "measured_limits", dict)
         patch.setattr(hosted, "LARGE", 16)
         options = f"--tokens {TOKENS} --candidates {SHARE} --sequences 2 --threads 1 --as-served --device-gib 0.02"
         patch.setattr(sys, "argv", ["hosted.py", *options.split()])

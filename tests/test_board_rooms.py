@@ -75,6 +75,11 @@ def test_lines_go_in_and_come_out(tmp_path):
     assert ran.stdout == "0\ta\t--together 24 --kv-memory 4GiB\n1\tb\t--together 16 --kv-memory 8GiB\n"
     assert "GPU 0: 12.0 GiB needed" in ran.stderr
     assert subprocess.run(words, input="0 a\n", capture_output=True, text=True, check=False).returncode == 1
+    for free, why in (("0", "must be GPU=GIB, as in 0=139"), ("0=-8", "GIB must be above 0")):
+        ran = subprocess.run([*words[:2], "--free", free], input=lines, capture_output=True, text=True, check=False)
+        assert ran.returncode == 1
+        assert f"--free {free!r}" in ran.stderr
+        assert why in ran.stderr
 
 
 BOARDS = SCRIPT.with_name("boards.sh")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_helpers import EVERY, FIVE, GREEDY, LAYERS, make, tokens
+from engine_helpers import EVERY, FIVE, GREEDY, LAYERS, make, preempted, tokens
 from tiny_models import oracle, oracle_greedy, random_ids
 
 from saccade import SamplingParams
@@ -60,14 +60,7 @@ def test_chunked_prefill_equals_whole_prefill_in_dense(tiny_llama, prompts, solo
 
 @pytest.mark.parametrize("policy", [*EVERY, FIVE[4]], ids=str)
 def test_preemption_changes_no_token(tiny_llama, llm, policy):
-    """Three requests grow in a pool that holds little more than two: the last ones are computed again, and agree."""
-    ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    alone = [tokens(llm.generate(one, params, policy=policy)[0]) for one in ids]
-    small = make(tiny_llama, blocks=3 * LAYERS * 4 + LAYERS)
-    outputs = small.generate(ids, params, policy=policy)
-    assert [tokens(output) for output in outputs] == alone
-    assert sum(output.report["preemptions"] for output in outputs) > 0
+    small, outputs = preempted(tiny_llama, llm, policy)
     assert outputs[0].report["preemptions"] == 0
     assert small.engine.pool.used_blocks == 0
 

@@ -13,7 +13,8 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import SamplingParams
 from saccade.engine.drafts.lookup import STRETCH, Lookup
-from saccade.engine.drafts.pacing import LEAST, Kind, Pace, Pacing, Times, forecast, tokens_of_round
+from saccade.engine.drafts.pacing import LEAST, Pace, Pacing
+from saccade.engine.drafts.step_times import Kind, Times, forecast, tokens_of_round
 from saccade.engine.sampling.acceptance import Proposal, decided, propose
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy

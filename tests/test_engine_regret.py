@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from saccade.engine.drafts.pacing import Kind, Pace, Pacing, shared_length, tokens_of_round
+from saccade.engine.drafts.pacing import Pace, Pacing, shared_length
+from saccade.engine.drafts.step_times import Kind, tokens_of_round
 from saccade.methods.verified import MOST
 
 HORIZON = 1024  # tokens of a request over which it is promised

@@ -23,7 +23,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
 from saccade.kv.host_disk import HostAndDisk
-from saccade.server.metrics import _TIERS
+from saccade.server.engine_metrics import _TIERS
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 MIXED = (

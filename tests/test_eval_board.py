@@ -20,12 +20,12 @@ from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS, entry_named
 from saccade.eval.board.equal import equal_bytes, equal_drift, equal_recall
-from saccade.eval.board.jobs import Job, Placed, jobs
+from saccade.eval.board.jobs import Job, Placed, jobs, prepare_data
 from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
-from saccade.eval.board.play import Play, _known, check_like, play, prepare_data
+from saccade.eval.board.play import Play, _known, check_like, play
 from saccade.eval.board.rows import fold
 from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load

@@ -18,6 +18,14 @@ def held(monkeypatch):
     return leave_one_out
 
 
+@pytest.fixture
+def settings(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import board_settings
+
+    return board_settings
+
+
 def row(method, policy, budget, kl, keys, *, length=4096, agree=0.98, lost=None, long=None, kind="method", **more):
     def interval(ends):
         mean, low, high = ends
@@ -119,12 +127,12 @@ def test_the_same_text_is_bounded_by_a_sparser_setting(tmp_path, held, capsys):
     assert rows[2][4] == "0.011, as `psa(epsilon=0.48)`"
 
 
-def test_a_dial_whose_keys_neither_rise_nor_fall_bounds_nothing(held):
+def test_a_dial_whose_keys_neither_rise_nor_fall_bounds_nothing(settings):
     rows = [psa(0.2, 0.1, 0.1), psa(0.4, 0.1, 0.3), psa(0.6, 0.1, 0.2)]
     key = ("psa", "B", "psa(epsilon=0.5)")
-    assert held.nearest_below(key, held.cells_of({"rows": rows})) is None
+    assert settings.nearest_below(key, settings.cells_of({"rows": rows})) is None
     falling = [psa(0.2, 0.1, 0.3), psa(0.4, 0.1, 0.2), psa(0.6, 0.2, 0.1)]
-    assert held.nearest_below(key, held.cells_of({"rows": falling})).policy == "psa(epsilon=0.6)"
+    assert settings.nearest_below(key, settings.cells_of({"rows": falling})).policy == "psa(epsilon=0.6)"
 
 
 def test_what_cannot_be_held_is_said(tmp_path, held):
@@ -135,13 +143,14 @@ def test_what_cannot_be_held_is_said(tmp_path, held):
         ([one, f"c={tmp_path / 'none.json'}"], "is not the board.json"),
         ([one, "c"], "must be NAME=FILE"),
         ([one, board(tmp_path, "d", [quest(0.01)]), "--rounding", "x=0.9"], "--rounding names x; the models are a, d"),
-        ([one, one.replace("a=", "b="), "--rounding", "a=90"], "must be above 0 and at most 1"),
+        ([one, one.replace("a=", "b="), "--rounding", "a=90"], "'a=90': SHARE must be above 0 and at most 1"),
+        ([one, one.replace("a=", "b="), "--rounding", "a"], "--rounding 'a' must be NAME=SHARE, as in S=0.969"),
     ):
         with pytest.raises(SystemExit, match=why):
             held.main(words)
 
 
-def test_boards_that_lie_in_the_docs_are_read(held, capsys):
+def test_boards_that_lie_in_the_docs_are_read(held, settings, capsys):
     """No policy of theirs is within the bounds on both: lfps, chosen on one, drifts too far on the other."""
     results = ROOT / "docs" / "results"
     small = f"SmolLM2={results / 'board-drift.json'},{results / 'board-drift-128.json'}"
@@ -151,7 +160,7 @@ def test_boards_that_lie_in_the_docs_are_read(held, capsys):
     assert rows[0][1] == "none keeps the bounds: `dense`"
     assert rows[1][1].startswith("`lfps` at 128 keys")
     assert rows[1][-1] == "no: KL, agreement"
-    older = held.cells_of(json.loads((results / "board-answers.json").read_text()))
+    older = settings.cells_of(json.loads((results / "board-answers.json").read_text()))
     assert all(cell.kl is not None and cell.answers is not None for cell in older)
 
 

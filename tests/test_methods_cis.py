@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import spread
-from engine_helpers import GREEDY, LAYERS, make, tokens
+from engine_helpers import GREEDY, LAYERS, check_cancelled_turn, make, preempted
 from helpers import Planted, generator, planted_heads
 from tiny_models import random_ids
 
@@ -410,22 +410,8 @@ def test_bad_options(options):
     ],
 )
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy):
-    ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    alone = [tokens(llm.generate(one, params, policy=policy)[0]) for one in ids]
-    small = make(tiny_llama, blocks=3 * LAYERS * 4 + LAYERS)
-    outputs = small.generate(ids, params, policy=policy)
-    assert [tokens(output) for output in outputs] == alone
-    assert sum(output.report["preemptions"] for output in outputs) > 0
-    with llm.session(policy) as session:
-        session.generate(ids[0], GREEDY)
-        second = tokens(session.generate(ids[1], GREEDY))
-    with llm.session(policy) as session:
-        session.generate(ids[0], GREEDY)
-        running = session.stream(ids[2], GREEDY)
-        next(running), next(running)
-        running.close()
-        assert tokens(session.generate(ids[1], GREEDY)) == second
+    preempted(tiny_llama, llm, policy)
+    check_cancelled_turn(llm, policy)
 
 
 def test_the_report_says_how_often_it_retrieved(llm):

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from covering import covering
-from engine_helpers import GREEDY, LAYERS, make, tokens
+from engine_helpers import GREEDY, LAYERS, check_cancelled_turn, preempted
 from helpers import Planted, brute_force, generator, mass_of, planted_heads
 from lfps_helpers import row_of
 from tiny_models import random_ids
 
-from saccade import SamplingParams
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
@@ -540,22 +539,8 @@ def test_bad_options(options):
     "policy", ["lfps(k=24,blocks=2)", "lfps(k=24,unit=kv_head,epsilon=0.3)", "lfps(k=24,blocks=2,history=keep)"]
 )
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy):
-    ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    alone = [tokens(llm.generate(one, params, policy=policy)[0]) for one in ids]
-    small = make(tiny_llama, blocks=3 * LAYERS * 4 + LAYERS)
-    outputs = small.generate(ids, params, policy=policy)
-    assert [tokens(output) for output in outputs] == alone
-    assert sum(output.report["preemptions"] for output in outputs) > 0
-    with llm.session(policy) as session:
-        session.generate(ids[0], GREEDY)
-        second = tokens(session.generate(ids[1], GREEDY))
-    with llm.session(policy) as session:
-        session.generate(ids[0], GREEDY)
-        stream = session.stream(ids[2], GREEDY)
-        next(stream), next(stream)
-        stream.close()  # cancels the turn in its middle
-        assert tokens(session.generate(ids[1], GREEDY)) == second
+    preempted(tiny_llama, llm, policy)
+    check_cancelled_turn(llm, policy)
 
 
 def test_the_report_counts_what_was_scored(llm):

@@ -19,7 +19,7 @@ from saccade.engine.messages import EngineStatistics
 from saccade.errors import SaccadeError
 from saccade.kv.states import StateFormat, StatePart, StatePool
 from saccade.methods.policy import Policy
-from saccade.server import metrics
+from saccade.server.engine_metrics import EngineMetrics
 from saccade.server.keys import Key, KeyRing, digest
 from saccade.server.logs import JsonLines
 from saccade.server.settings import ServerConfig
@@ -365,7 +365,7 @@ def test_an_estimate_that_an_audit_contradicts_is_told_everywhere(server, caplog
 def test_recorded_steps_are_shown_where_there_are_any():
     def shown(graphs) -> dict[str, float]:
         engine = SimpleNamespace(statistics=lambda: EngineStatistics(0, 0, 0, 8, 0, graphs=graphs))
-        found = metrics._Engine(engine, "tiny").collect()
+        found = EngineMetrics(engine, "tiny").collect()
         return {one.name: one.samples[0].value for one in found if one.samples and "recorded" in one.name}
 
     assert shown((3, 64)) == {"saccade:recorded_steps": 3, "saccade:recorded_steps_max": 64}
@@ -375,7 +375,7 @@ def test_recorded_steps_are_shown_where_there_are_any():
 def test_states_are_shown_of_models_that_keep_some():
     def shown(states) -> dict[str, float]:
         engine = SimpleNamespace(statistics=lambda: EngineStatistics(0, 0, 0, 8, 0, states=states))
-        found = metrics._Engine(engine, "tiny").collect()
+        found = EngineMetrics(engine, "tiny").collect()
         return {one.name: one.samples[0].value for one in found if "layer_states" in one.name}
 
     pool = StatePool(StateFormat(2, (StatePart("conv0", (3,), torch.float32),)), 5)

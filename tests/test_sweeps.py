@@ -1,4 +1,4 @@
-"""The papers' ablations (``benchmarks/sweeps.py``), and what ``benchmarks/recorded_windows.py`` asks of attention."""
+"""``benchmarks/ablations.py``: what papers turn; and what ``benchmarks/recorded_windows.py`` asks of attention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ROOT = Path(__file__).parent.parent
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield
-    for name in ("sweeps", "recorded_windows", "recorded_attention"):
+    for name in ("sweeps", "ablations", "recorded_windows", "recorded_attention"):
         sys.modules.pop(name, None)
 
 
 def test_every_sweep_turns_options_that_exist_over_tasks_that_exist():
-    from sweeps import SWEEPS
+    from ablations import SWEEPS
 
     for name, sweep in SWEEPS.items():
         texts = [Policy.parse(text).text for text in sweep.policies]
@@ -38,7 +38,7 @@ def test_every_sweep_turns_options_that_exist_over_tasks_that_exist():
 
 def test_published_rows_are_those_of_the_sweeps_and_the_page_shows_them_all():
     """Rows of FlexPrefill are of Alg. 4 as printed, an option that is gone; sweeps take the same ones without it."""
-    from sweeps import RETIRED, SWEEPS
+    from ablations import RETIRED, SWEEPS
 
     with (ROOT / "docs/results/sweeps.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-import endtoend
+import engine_steps
 import torch
 
 SPARSE = "flexprefill(lines=block, max_budget={})"
@@ -30,14 +30,14 @@ def main() -> None:
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
     torch.manual_seed(0)
-    endtoend.FA4 = False
-    bench = endtoend.Bench("first_tokens")
+    engine_steps.FA4 = False
+    bench = engine_steps.Bench("first_tokens")
     bench.room(max(lengths) + 64)
     bench.warm_up("dense")
     own = {length: timed(bench, length, "dense", given.repeats) for length in lengths}
     for length, seconds in own.items():
         print(f"{length} own dense, bfloat16: {seconds:.3f} s", flush=True)
-    endtoend.FA4 = not given.own
+    engine_steps.FA4 = not given.own
     for quantize in (None,) if given.own else (None, "fp8"):
         bench.serve(quantize)
         for length in lengths:
@@ -53,7 +53,7 @@ def main() -> None:
                 )
 
 
-def timed(bench: endtoend.Bench, length: int, policy: str, repeats: int) -> float:
+def timed(bench: engine_steps.Bench, length: int, policy: str, repeats: int) -> float:
     return statistics.median(bench.first_token(length, policy, None) for _ in range(repeats))
 
 

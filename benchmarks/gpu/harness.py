@@ -58,6 +58,15 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def seconds(call: Callable[[], Any]) -> float:
+    """Seconds of one call, by the host's clock, until the device has done all that it was asked to."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def time_ms(call: Callable[[], Any], budget_ms: float = 400.0, most: int = 30) -> float:
     """Median milliseconds by device events: one warm-up, then at least three runs and at most what the budget
     allows."""
@@ -89,6 +98,17 @@ def graph_ms(calls: Sequence[Callable[[], Any]], budget_ms: float = 150.0) -> fl
         for call in calls:
             call()
     return time_ms(graph.replay, budget_ms) / len(calls)
+
+
+def profile(step: Callable[[], Any], steps: int = 4) -> None:
+    """Print where the device's time goes in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)[:16]
+    for row in rows:
+        say(f"  {row.self_device_time_total / steps:9.1f} us {row.count / steps:6.1f} calls  {row.key[:90]}")
 
 
 def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:

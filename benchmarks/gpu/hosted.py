@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from harness import say
-from tiers import Tiered, functions
+from tiered_steps import Tiered, functions
 
 from saccade.bench.decode import planted_tables
 from saccade.engine.memory.hosted import HostedMemory
@@ -165,7 +165,7 @@ class Hosted(Tiered):
             return statistics.mean(getattr(one, name) for one in moved[late])
 
         longer = {} if layers == WHOLE else {f"computed_tokens_per_second_of_{WHOLE}": _rate(len(requests), ms, layers)}
-        self.rows.add(
+        self.results.add(
             what=what,
             policy=policy,
             context=keys,

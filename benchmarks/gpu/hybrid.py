@@ -5,22 +5,21 @@
 
 Prefill beside its products and its attention: what their kernels take in it, by torch's profiler, over what the prompt
 takes without one; and by themselves, each call over the same numbers of rows and keys, added up. Decode steps as an
-engine runs them, after a context whose keys, values and states are random. The frame is ``endtoend.py``'s; weights are
-random, so densities are set by budgets.
+engine runs them, after a context whose keys, values and states are random. The frame is ``engine_steps.py``'s; weights
+are random, so densities are set by budgets.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import endtoend
+import engine_steps
 import torch
-from harness import say
+from harness import profile, say, seconds
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from saccade.engine.attention import Watch
@@ -72,7 +71,7 @@ def build(name: str, layers: int) -> tuple[Any, ModelSpec]:
     return model, spec
 
 
-class Bench(endtoend.Bench):
+class Bench(engine_steps.Bench):
     def __init__(self, name: str, layers: int) -> None:
         super().__init__("hybrid", build(name, layers))
 
@@ -93,10 +92,7 @@ class Bench(endtoend.Bench):
 
     def room(self, tokens: int) -> None:
         """See the class it derives from: with states of a few sequences."""
-        self.pool = None
-        self.worker.memories.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        self.empty()
         layout = KVFormat(torch.bfloat16, self.spec.kv_heads, self.spec.head_dim)
         mover = triton.row_mover(torch.device("cuda"))
         storage = KVStorage(layout, self.spec.layers * layout.blocks(tokens), "cuda", mover)
@@ -143,7 +139,7 @@ class Bench(endtoend.Bench):
                 torch.nn.functional.linear(by_width[one.in_features], one.weight)
 
         products()
-        taken = chunks * statistics.median(endtoend.seconds(products) for _ in range(3))
+        taken = chunks * statistics.median(seconds(products) for _ in range(3))
         heads, kv_heads, dim = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         q = torch.randn(heads, CHUNK, dim, device="cuda", dtype=torch.bfloat16)
         k, v = torch.randn(2, kv_heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
@@ -155,7 +151,7 @@ class Bench(endtoend.Bench):
                 run(Call.of(q, view, Dense(shape)))
 
         attends()
-        return taken, (self.spec.layers - 1) * endtoend.seconds(attends)
+        return taken, (self.spec.layers - 1) * seconds(attends)
 
     def kernels(self, tokens: int) -> tuple[float, float]:
         """Seconds that the kernels of products, and of attention, take within a prompt."""
@@ -203,15 +199,15 @@ def main() -> None:
         if asked.profile:
             request = bench.request(8 * CHUNK, "dense")
             request.sequence.kv.reserve(8 * CHUNK)
-            endtoend.profile(lambda: bench.step([request], CHUNK), 4)
+            profile(lambda: bench.step([request], CHUNK), 4)
             request.sequence.close()
 
 
 def decode(bench: Bench, sizes: Sequence[str], policies: Sequence[str], profiles: bool) -> None:
-    endtoend.PROFILED = profiles
+    engine_steps.PROFILED = profiles
     for size in sizes:
         tokens, batch = map(int, size.split("x"))
-        bench.room(batch * (tokens + endtoend.STEPS + 40))
+        bench.room(batch * (tokens + engine_steps.STEPS + 40))
         dense: float | None = None
         for policy in policies:
             taken = bench.decode(tokens, batch, policy, dense)

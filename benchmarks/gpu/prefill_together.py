@@ -12,8 +12,8 @@ import statistics
 os.environ.setdefault("LAYERS", "8")
 
 import torch
-from endtoend import Bench, seconds
-from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, time_ms
+from engine_steps import Bench
+from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, seconds, time_ms
 
 from saccade.engine.rows import attention as host
 from saccade.engine.rows import together as host_together

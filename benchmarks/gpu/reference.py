@@ -10,10 +10,11 @@ import time
 
 from harness import Results
 
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.answer import answer
 from saccade.eval.metrics import METRICS
 from saccade.eval.score import score_record
-from saccade.eval.setting import Model, Setting
+from saccade.eval.setting import Setting, load
 from saccade.eval.suite import make
 from saccade.methods.policy import Policy
 
@@ -27,7 +28,7 @@ SECONDS = 46.0
 def main() -> None:
     results = Results("reference")
     began = time.perf_counter()
-    llm = Model(device="cuda").load()
+    llm = load(EngineConfig("reference", device="cuda"))
     spec = llm.model.spec
     results.facts = {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
     for text, length in CASES:
@@ -59,4 +60,5 @@ def main() -> None:
         results.attempt(f"{text} at {length}", ask)
 
 
-main()
+if __name__ == "__main__":
+    main()

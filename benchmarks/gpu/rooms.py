@@ -15,8 +15,13 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from named_numbers import named_numbers
 
 BESIDE = 4.0  # GiB of a process: weights, CUDA itself, recorded steps, labels; 2 to 2.5 were seen beside pools
 LEAST = 1.0  # GiB of keys and values, below which nothing is worth starting
@@ -74,18 +79,6 @@ def fitted(runs: Sequence[Run], free: Mapping[str, float]) -> tuple[list[Run], l
     return [run if shares[run.gpu] == 1 else run.smaller(shares[run.gpu]) for run in runs], said
 
 
-def asked(texts: Iterable[str]) -> dict[str, float]:
-    """GPU=GIB of each. SystemExit for anything else."""
-    found = {}
-    for text in texts:
-        gpu, _, size = text.partition("=")
-        try:
-            found[gpu] = float(size)
-        except ValueError:
-            raise SystemExit(f"--free {text!r} must be GPU=GIB, as in 0=139") from None
-    return found
-
-
 def free_now() -> dict[str, float]:
     """GiB by GPU number, of nvidia-smi; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
@@ -103,7 +96,8 @@ def main() -> None:
     lines = [line.rstrip("\n").split("\t") for line in sys.stdin if line.strip()]
     if any(len(line) != 3 for line in lines):
         raise SystemExit("each line must be GPU, name and options with tabs between")
-    runs, said = fitted([Run(*line) for line in lines], asked(given.free) if given.free else free_now())
+    free = named_numbers("--free", given.free, "GPU=GIB", "0=139") if given.free else free_now()
+    runs, said = fitted([Run(*line) for line in lines], free)
     print(*said, sep="\n", file=sys.stderr)
     print(*("\t".join((run.gpu, run.name, run.words)) for run in runs), sep="\n")
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from endtoend import Bench
+from engine_steps import Bench
 from harness import DTYPE, HEAD_DIM, graph_ms, time_ms
+from random_llama import random_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from saccade.engine.request import Request
-from saccade.models import attention
 from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec
 
 HEADS, STEPS = 32, 16
@@ -75,33 +74,16 @@ class Projected:
 
 def small() -> tuple[Any, ModelSpec]:
     """A model that computes the ends of prompts: methods begin with what they see there."""
-    attention.register()
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=1 << 18,
-    )
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention.ATTENTION_NAME
-        )
-    spec = ModelSpec(
-        family="llama",
+    return random_llama(
         layers=LAYERS,
+        hidden=256,
+        inner=256,
         heads=HEADS,
         kv_heads=HEADS,
         head_dim=HEAD_DIM,
         vocab_size=VOCAB,
         max_position=1 << 18,
-        dtype=torch.bfloat16,
-        windows=(None,) * LAYERS,
     )
-    return model.eval().requires_grad_(False), spec
 
 
 class SharingSteps(Bench):

@@ -18,13 +18,9 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.labels import WHOLE_BITS, Labels
-from saccade.methods.labels.recorded import RecordedLabels
 from saccade.methods.measured import Measured
 from saccade.methods.options import require_choice, require_number, require_whole
-from saccade.methods.state import MethodState
-from saccade.ops.row_words import KeyWords
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection
 from saccade.selection.forms import Known, PlanSpec, bucket
@@ -32,38 +28,7 @@ from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import OwnReading
 from saccade_contrib.calibrations import ChannelMeans
 from saccade_contrib.channels import CALIBRATION, SOURCES, around, heaviest_channels
-
-
-@dataclass(eq=False)
-class Shared(MethodState):
-    """State of one layer. ``donor``: for each unit of the layer the one whose set it takes. ``layer_donor``: the layer
-    whose sets this one takes, or None. ``sets`` int32 [units, heavy], rising, made when the middle ended before
-    ``since``.
-    ``critical`` int64 [units, rows, heavy], sorted: the keys of most weight of the prompt's last rows, until the
-    layers' donors are settled."""
-
-    replaced: ClassVar[frozenset[str]] = frozenset({"critical", "sets"})
-
-    labels: Labels | None
-    donor: list[int]
-    critical: Tensor | None = None
-    layer_donor: int | None = None
-    sets: Tensor | None = None
-    since: int = 0
-
-    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
-        """See MethodState."""
-        units = len(self.donor)
-        fitting.require(units in sizes.units, f"has {units} donors, not {sizes.units}")
-        fitting.within("donor", self.donor, 0, units - 1)
-        fitting.within("since", self.since, 0, sizes.length)
-        if self.layer_donor is not None:
-            fitting.within("layer_donor", self.layer_donor, 0, sizes.layers - 1)
-        if self.critical is not None:
-            fitting.tensor("critical", self.critical, torch.int64, units, None, None)
-            fitting.within("critical", self.critical, 0, sizes.length - 1)
-        if self.sets is not None:
-            fitting.within("sets", fitting.tensor("sets", self.sets, torch.int32, units, None), 0, sizes.length - 1)
+from saccade_contrib.shared_sets import RecordedSets, Shared
 
 
 @dataclass(frozen=True)
@@ -103,48 +68,6 @@ class SharedSets(OwnReading["HShare"]):
         searches = active.view(rows.count, units).sum(1, dtype=torch.float64) * (rows.heads // units)
         estimated = torch.ceil(rows.pages.lengths * searches / rows.heads)
         return LayerRead(out, lse, lists, None, None, searches, estimated)
-
-
-class RecordedSets(RecordedLabels):
-    """Of ``Shared`` states: sets at addresses that stay, which layers that take them know too."""
-
-    def __init__(self, opening: Opening, method: HShare) -> None:
-        super().__init__(opening, [state.labels for state in opening.states])
-        self._method, device = method, opening.device
-        self._sets, self._since, self._donors = [], [], []
-        for state in self.states:
-            sets = torch.zeros(len(state.donor), method.heavy, dtype=torch.int32, device=device)
-            if state.sets is not None:
-                sets.copy_(state.sets)
-            since = 0 if state.sets is None else state.since
-            self._sets.append(sets)
-            self._since.append(torch.full((1,), since, dtype=torch.int64, device=device))
-            self._donors.append(torch.tensor(state.donor, dtype=torch.int32, device="cpu").to(device))
-
-    def words(self, layer: int) -> KeyWords:
-        method, donor = self._method, self.states[layer].layer_donor
-        return (
-            super()
-            .words(layer)
-            ._replace(
-                k=method.heavy,
-                sinks=method.sinks,
-                local=method.local,
-                every=method.every,
-                sets=self._sets[layer].data_ptr(),
-                since=self._since[layer].data_ptr(),
-                other_sets=0 if donor is None else self._sets[donor].data_ptr(),
-                other_since=0 if donor is None else self._since[donor].data_ptr(),
-                donors=self._donors[layer].data_ptr(),
-            )
-        )
-
-    @torch.inference_mode()
-    def settle(self, length: int) -> list[Any]:
-        for state, sets, since in zip(super().settle(length), self._sets, self._since):
-            ended = int(since)
-            state.sets, state.since = (sets, ended) if ended > 0 else (None, 0)
-        return self.states
 
 
 @dataclass(frozen=True)
@@ -255,7 +178,7 @@ class HShare(Method):
         return self.sinks + self.heavy + self.local
 
     def device_state(self, opening: Opening) -> DeviceState:
-        return RecordedSets(opening, self)
+        return RecordedSets(opening, self.heavy, self.sinks, self.local, self.every)
 
     def _best(self, query: Query, first: int, last: int) -> Tensor:
         """The ``heavy`` keys of ``first .. last - 1`` of highest logits for each unit: int32 [units, heavy], rising."""

@@ -10,14 +10,17 @@ trained models; but for those of the first layer, which are the tokens' own.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from saccade.engine.request import Sequence
+from saccade.kv import SequenceKV
 from saccade.llm import LLM
-from saccade.models.interface import LayerAttention, Segment
+from saccade.models.interface import AttentionContext, LayerAttention, Segment
+from saccade.models.runner import HFRunner
 from saccade.ops import attend
 
 TAIL = 64  # prompt rows that are computed on top of synthetic keys: methods learn from their queries
@@ -50,14 +53,20 @@ def synthesize(llm: LLM, ids: list[int], seed: int = 0) -> SyntheticKV:
     past = len(ids) - TAIL
     spec = llm.model.spec
     context = _Planting(past, spec.kv_heads, spec.dtype, spec.reads, torch.Generator().manual_seed(seed))
-    llm.model.runner.run(
+    run_tail(llm.model.runner, ids, context)
+    return SyntheticKV(past, context.layers)
+
+
+def run_tail(runner: HFRunner, ids: list[int], context: AttentionContext) -> None:
+    """Compute the last ``TAIL`` tokens of ``ids``; what comes before them is the ``context``'s."""
+    past = len(ids) - TAIL
+    runner.run(
         torch.tensor(ids[past:]),
         torch.arange(past, len(ids)),
         context,
         segments=[Segment(0, TAIL, len(ids))],
         logit_rows=torch.empty(0, dtype=torch.long),
     )
-    return SyntheticKV(past, context.layers)
 
 
 @dataclass
@@ -85,6 +94,45 @@ class _Planting:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise NotImplementedError("synthetic keys are made for rows that no freeze passes by")
+
+
+class Filling:
+    """An attention context that stores a layer's made-up past, ``piece`` tokens at a time, when it sees the layer's
+    queries, and attends to the last piece of it. ``change`` alters the keys [kv_heads, n, head_dim] of a piece, given
+    the queries and the generator; ``summaries``: kinds and block sizes that are made while the keys are at hand."""
+
+    def __init__(
+        self,
+        kv: SequenceKV,
+        past: int,
+        piece: int,
+        seed: int,
+        change: Callable[[Tensor, Tensor, torch.Generator], None] | None = None,
+        summaries: Collection[tuple[str, int]] = (),
+    ) -> None:
+        self.kv, self.past, self.piece, self.change, self.summaries = kv, past, piece, change, summaries
+        self.layout, self.device = kv.pool.format, kv.pool.storage.device
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
+        assert k is not None, "every layer stores its own keys"
+        assert v is not None
+        for start in range(0, self.past, self.piece):
+            count = min(self.piece, self.past - start)
+            with torch.device(self.device):
+                made = plant(q, count, self.layout.kv_heads, spec.scale, self.generator)
+            if self.change is not None:
+                self.change(made[0], q, self.generator)
+            past_k, past_v = (part.to(self.layout.dtype) for part in made)
+            self.kv.append(layer, past_k, past_v)
+            for kind, size in self.summaries:
+                self.kv.view(layer).summary(kind, size)
+        self.kv.append(layer, k, v)
+        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError("made-up keys are for rows that no freeze passes by")
 
 
 def plant(q: Tensor, past: int, kv_heads: int, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -24,10 +24,11 @@ from saccade.engine.scheduling.auditing import Auditing
 from saccade.engine.scheduling.batch_control import BatchControl
 from saccade.engine.scheduling.compile_waits import CompileWaits
 from saccade.engine.scheduling.prefixes import PrefixCache
-from saccade.engine.scheduling.scheduler import Scheduler, step_input
+from saccade.engine.scheduling.scheduler import Scheduler
 from saccade.engine.scheduling.settling import Settling
 from saccade.engine.scheduling.slices import Slices
 from saccade.engine.scheduling.sparse_drafts import SparseDrafts
+from saccade.engine.scheduling.step_rows import step_input
 from saccade.engine.scheduling.token_gap import TokenGap
 from saccade.engine.sessions import Sessions
 from saccade.engine.settings.automatic import Automatic

@@ -123,11 +123,11 @@ def board(
         return
     begun = time.monotonic()
     # Hundreds of settings read the same contexts, which are computed once by each worker.
-    config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
+    config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or jobs.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
     tasks = task or default_tasks(base.tasks, str(config.model))
     grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers, keys, without)
-    data = play.prepare_data(grid, str(config.model), out / "data")
+    data = jobs.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
     before = kept.settings(like or ())
     what = play.Play(grid, config, out / kept.RESULTS, mix, until, together, before, most_seconds)

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.disk_loading import DiskLoading, DiskTurns, Run
 from saccade.kv.format import VERSION as LAYOUT
 from saccade.kv.format import KVFormat
 from saccade.kv.tier import Part, Parts, TierCounts
@@ -139,14 +140,14 @@ class DiskTier:
             else:
                 jobs.append((which, self._pool.submit(self._read_record, own).result))
         self.counts.bytes_read += len(cells) * self.cell_bytes
-        return DiskLoading(self, jobs)
+        return DiskLoading(self.counts, jobs)
 
     def read_in_turn(
         self, parts: Parts, cells: Sequence[int], slots: Sequence[int], arrived: Callable[[list[int]], None]
     ) -> DiskTurns:
         """As :meth:`read`, a few after a few in the order asked for, each few by one thread. ``arrived`` is told in
         whatever thread which of them are in their slots, or never will be."""
-        parts, loading = _named(parts), DiskTurns(self, arrived)
+        parts, loading = _named(parts), DiskTurns(self.counts, self._read_record, arrived)
         turn = max(LEAST_TURN, -(-len(cells) // TURNS))
         for start in range(0, len(cells), turn):
             order = sorted(range(start, min(len(cells), start + turn)), key=cells.__getitem__)
@@ -202,7 +203,7 @@ class DiskTier:
             return False
         return written == len(cells) * self.cell_bytes
 
-    def _read_record(self, own: list[tuple[Part, int, int]]) -> list[int]:
+    def _read_record(self, own: Run) -> list[int]:
         """Read neighbours into their slots; which of them are not what was written, tried again one by one."""
         failed = self._read_once(own)
         for _ in range(ATTEMPTS - 1):
@@ -212,7 +213,7 @@ class DiskTier:
             failed = [i for i in failed if self._read_once([own[i]])]
         return failed
 
-    def _read_once(self, own: list[tuple[Part, int, int]]) -> list[int]:
+    def _read_once(self, own: Run) -> list[int]:
         frames = [bytearray(_FRAME.size) for _ in own]
         buffers: list[Any] = []
         for frame, (_, _, slot) in zip(frames, own):
@@ -229,72 +230,6 @@ class DiskTier:
 
     def _offset(self, cell: int) -> int:
         return PAGE + (cell - 1) * self.cell_bytes
-
-
-class DiskLoading:
-    """Reads under way (see tier.Loading)."""
-
-    def __init__(self, tier: DiskTier, jobs: list[tuple[list[int], Callable[[], list[int]]]]) -> None:
-        self._tier, self._jobs = tier, jobs
-
-    def wait(self) -> list[int]:
-        began, failed = time.perf_counter(), []
-        for which, job in self._jobs:
-            try:
-                failed += [which[i] for i in job()]
-            except Exception:  # out of memory, say: nothing is known of these
-                failed += which
-        self._jobs = []
-        self._tier.counts.wait_seconds += time.perf_counter() - began
-        return failed
-
-
-class DiskTurns:
-    """The same, in turns that can be stopped; ``skipped``: those that did not come because of that."""
-
-    def __init__(self, tier: DiskTier, arrived: Callable[[list[int]], None]) -> None:
-        self._tier, self._arrived, self._stopped = tier, arrived, False
-        self._jobs: list[tuple[list[int], Future[None]]] = []
-        self._failed: list[int] = []
-        self.skipped: list[int] = []
-
-    def add(self, pool: ThreadPoolExecutor, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
-        """Neighbours in the file, by the numbers of the parts, that one thread reads after those added before."""
-        self._jobs.append(([one for which, _ in runs for one in which], pool.submit(self._read, runs)))
-
-    def stop(self) -> None:
-        """What has not begun is not to be read any more."""
-        self._stopped = True
-        for which, job in reversed(self._jobs):
-            if job.cancel():
-                self._arrived(which)
-
-    def wait(self) -> list[int]:
-        """See tier.Loading."""
-        began = time.perf_counter()
-        for which, job in self._jobs:
-            try:
-                job.result()
-            except CancelledError:
-                self.skipped += which
-            except Exception:  # out of memory, say: nothing is known of these
-                self._failed += which
-        self._jobs = []
-        self._tier.counts.wait_seconds += time.perf_counter() - began
-        return sorted(set(self._failed) - set(self.skipped))
-
-    def _read(self, runs: list[tuple[list[int], list[tuple[Part, int, int]]]]) -> None:
-        left = [one for which, _ in runs for one in which]
-        try:
-            for which, own in runs:
-                if self._stopped:
-                    self.skipped += left
-                    return
-                self._failed += [which[i] for i in self._tier._read_record(own)]
-                del left[: len(which)]
-                self._arrived(which)
-        finally:
-            self._arrived(left)
 
 
 def _named(parts: Parts) -> list[Part]:

@@ -7,7 +7,6 @@ cache is a view of the engine's tensors (``interface.StateRows``), so what a mod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,105 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv.states import StateFormat, StatePart
+from saccade.kv.states import StateFormat
 from saccade.machine import sent
 from saccade.models.families import Family, attending_layers, keeping_layers
 from saccade.models.interface import Segment, StateRows
+from saccade.models.keeping_cache import Parts, StateCache, StateShapes
 from saccade.models.rebuilt import cache_argument, plain_forward, with_functions
 from saccade.ops import slotted
-from saccade.ops.slots import NewRows, Slots
-
-Parts = Mapping[str, Tensor | Slots]
-
-
-class _Held:
-    """One layer's states as modules of transformers 5.17 look them up in a cache: by number."""
-
-    record_past = False
-
-    def __init__(self, parts: Parts) -> None:
-        self.conv_states = _numbered(parts, "conv")
-        self.recurrent_states = _numbered(parts, "recurrent")
-
-
-def _numbered(parts: Parts, kind: str) -> dict[int, Tensor | Slots]:
-    return {int(name.removeprefix(kind)): part for name, part in parts.items() if name.startswith(kind)}
-
-
-class _Cache:
-    """What modules of transformers ask of a cache, over ``parts`` by name, [sequences, ...], changed in place, or in
-    slots, which only kernels of ours look into (``ops.slotted``). A state before the first token is zeros, as modules
-    pad without one."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-
-    # Up to some version after 5.17 modules ask whether there is a state, and look into a layer for it.
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return True
-
-    @cached_property
-    def layers(self) -> Mapping[int, _Held]:
-        held = _Held(self.parts)
-        return defaultdict(lambda: held)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | Slots:
-        return self.parts[f"conv{state_idx}"]
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | Slots:
-        return self.parts[f"recurrent{state_idx}"]
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **sizes: Any
-    ) -> Tensor | NewRows:
-        """``conv_states`` [sequences, channels, rows]: those of new rows; returned behind what was there."""
-        held = self.parts[f"conv{state_idx}"]
-        if isinstance(held, Slots):
-            return NewRows(conv_states, held)
-        whole = torch.cat([held, conv_states], -1)
-        held.copy_(whole[..., -held.shape[-1] :])
-        return whole
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor | Slots, layer_idx: int, state_idx: int = 0
-    ) -> Tensor | Slots:
-        held = self.parts[f"recurrent{state_idx}"]
-        if isinstance(held, Slots) or isinstance(recurrent_states, Slots):
-            return held  # the kernel has written it
-        return held.copy_(recurrent_states)
-
-
-class _Shapes:
-    """A cache that has nothing and notes what a module would have it keep."""
-
-    def __init__(self) -> None:
-        self.parts: list[StatePart] = []
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
-    ) -> Tensor:
-        shape = *conv_states.shape[1:-1], conv_kernel_size
-        self.parts.append(StatePart(f"conv{state_idx}", shape, conv_states.dtype))
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        shape = tuple(recurrent_states.shape[1:])
-        self.parts.append(StatePart(f"recurrent{state_idx}", shape, recurrent_states.dtype))
-        return recurrent_states
+from saccade.ops.slots import Slots
 
 
 class _Pass(ABC):
@@ -142,7 +50,7 @@ class SlotRows(_Pass):
 
     def run(self, inner: Callable[..., Tensor], layer: int, hidden: Tensor, keyword: str) -> Tensor:
         held = {name: Slots(part[layer], self.reads, self.writes) for name, part in self.parts.items()}
-        return inner(hidden_states=hidden[0, :, None], **{keyword: _Cache(held)})[:, 0][None]
+        return inner(hidden_states=hidden[0, :, None], **{keyword: StateCache(held)})[:, 0][None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +97,7 @@ class _Pieces(_Pass):
                 continue
             slot = self.states.slots[at]
             rows, copied = self.states.inner.get(at, (0, 0))
-            cache = {keyword: _Cache(self._own(parts, at))}
+            cache = {keyword: StateCache(self._own(parts, at))}
             for start, stop in ((first, first + rows), (first + rows, first + count)):
                 if start < stop:
                     out[:, start:stop] = inner(hidden_states=hidden[:, start:stop], **cache)
@@ -209,7 +117,7 @@ class _Pieces(_Pass):
             }
         else:
             held = {name: part[self.slots] for name, part in parts.items()}
-        out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: _Cache(held)})[:, 0]
+        out[0, self.rows] = inner(hidden_states=hidden[0, self.rows, None], **{keyword: StateCache(held)})[:, 0]
         for name, part in parts.items():
             if isinstance(changed := held[name], Tensor):
                 part[self.slots] = changed
@@ -233,7 +141,7 @@ def _again(
 ) -> None:
     """Take the state in ``slot`` of a layer's ``parts`` through the first rows of ``hidden`` [1, rows, channels]: where
     no kernel of ours does what a module does with its states, by the whole module."""
-    inner(hidden_states=hidden[:, :rows], **{keyword: _Cache(_only(parts, slot))})
+    inner(hidden_states=hidden[:, :rows], **{keyword: StateCache(_only(parts, slot))})
 
 
 class _Split:
@@ -292,7 +200,7 @@ class KeepingLayers:
     @cached_property
     def format(self) -> StateFormat:
         """What they keep of a sequence: found by a token through the first of them, which may be without memory."""
-        seen = _Shapes()
+        seen = StateShapes()
         # Its convolution's, which all have in the model's dtype: others may be float32, or quantised.
         weight = next(one for one in self._modules[0].parameters() if one.dim() == 3)
         with torch.inference_mode():

@@ -139,7 +139,7 @@ def load_model(
     with quiet_transformers(), alone:  # transformers says once of each kernel that is not installed
         spec = _spec(model, family, chosen, llama)
     if parts is not None and spec.states is not None:
-        spec = replace(spec, states=parts.state_format(spec.states))
+        spec = replace(spec, states=parts.states.format(spec.states))
     whole = spec if parts is None else whole_spec(spec, parts.head.parts)
     runner = HFRunner(model, family, spec, llama)
     generation_config = _generation_config(checkpoint, model)

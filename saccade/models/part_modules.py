@@ -27,7 +27,7 @@ def share_modules(model: Any, parts: Parts) -> None:
             _norm_all(module, parts, parts.head_at(name))
         elif hasattr(module, "num_key_value_groups"):
             _of_own_heads(module, parts)
-        elif (state := parts.states.get(name)) is not None:
+        elif (state := parts.states.by_module.get(name)) is not None:
             for size in state.sizes:
                 setattr(module, size, getattr(module, size) // parts.share.ranks)
 

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.kv.states import StateFormat, StatePart
-from saccade.models.families import Family, attending_layers, keeping_layers
+from saccade.models.families import Family, attending_layers
 from saccade.models.head_order import gains, orders_of
 from saccade.models.part_matrices import GatheredMatrix, SummedMatrix, VocabularyMatrix
 from saccade.models.part_rules import (
@@ -35,7 +34,7 @@ from saccade.models.part_rules import (
     Unit,
 )
 from saccade.models.shards import Share, check_family, check_ranks
-from saccade.models.state_parts import StateParts, state_parts
+from saccade.models.state_parts import SharedStates
 from saccade.ops.matrices import Matrix
 from saccade.selection.head_part import WHOLE as ALL_HEADS
 from saccade.selection.head_part import HeadPart
@@ -60,7 +59,8 @@ class Parts:
         self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        self.states = self._states(decoder, family, config)
+        named = {id(one): name for name, one in self._modules}
+        self.states = SharedStates(decoder, family, config, named, share)
         output = next(one for name, one in self._shapes.items() if self._ends_attention(name))
         self._head_dim = output[1] // self.heads
         check_ranks(share.ranks, self.heads, self.kv_heads, self._head_dim)
@@ -92,45 +92,6 @@ class Parts:
             *(share.ranks, share.densities.policy, share.densities.made, best, plain),
         )
 
-    def _states(self, decoder: Any, family: Family, config: Any) -> dict[str, StateParts | None]:
-        """By modules that keep a state, how ranks share them out; None where their heads do not divide, and each rank
-        has all of one."""
-        made: dict[str, StateParts | None] = {}
-        named = {id(one): name for name, one in self._modules}
-        for place in keeping_layers(family, config):
-            assert family.keeping is not None
-            module = getattr(decoder.layers[place], family.keeping.module)
-            found = state_parts(module)
-            if found is None:
-                raise ModelError(
-                    f"tensor_parallel_size={self.share.ranks}: nothing says how ranks share the states of "
-                    f"{type(module).__name__} out; use tensor_parallel_size=1"
-                )
-            made[named[id(module)]] = found if found.count % self.share.ranks == 0 else None
-        if None in made.values() and self.share.rank == 0:
-            logger.warning(
-                "%d processes cannot share out heads or groups of layers that keep a state: each has all of these",
-                self.share.ranks,
-            )
-        return made
-
-    def state_format(self, own: StateFormat) -> StateFormat:
-        """The format of this rank's states, which says what they are parts of."""
-        shared = next(iter(self.states.values()))
-        if shared is None:
-            return own
-        convolved = shared.outputs.get("conv1d") or shared.outputs["conv"]
-
-        def blocks(part: StatePart) -> tuple[int, ...]:
-            return convolved if part.name.startswith("conv") else (part.shape[0] * self.share.ranks,)
-
-        return replace(own, parts=tuple(replace(one, blocks=blocks(one)) for one in own.parts))
-
-    def _state_of(self, name: str) -> tuple[str, str] | None:
-        """The module that keeps a state which a module or tensor is of, and its name there."""
-        start = next((one for one in self.states if name.startswith(f"{one}.")), None)
-        return None if start is None else (start, name[len(start) + 1 :])
-
     def tensor(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of the tensor ``name``: numbers, or rows of blocks."""
         cut = self.cut(name, tuple(whole.shape))
@@ -147,8 +108,8 @@ class Parts:
             first = self.share.rank * each
             grouped = self.grouped(module)
             return None if grouped else Cut(0, ((min(first, shape[0]), min(first + each, shape[0])),), each)
-        if (state := self._state_of(name)) is not None:
-            return self._state_cut(*state, shape)
+        if (state := self.states.place_of(name)) is not None:
+            return self.states.cut(*state, shape, self.grouped)
         if _EXPERT_MATRIX.search(name):
             own = self.own_experts(self._experts(name))
             rows = shape[0] // self._experts(name)  # of each, where those of all lie below one another
@@ -165,12 +126,12 @@ class Parts:
             return Cut(0, spans) if spans else None
         if own_name in CHANNELS and self._divides(module):
             if self.grouped(module):
-                return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
+                return Cut(0, (self.share.run(shape[0]),))
             if kind != "weight":
                 return None
             if CHANNELS[own_name] == "query" and self.head.copies == 1:
                 return Cut(1, self._spans(shape[1], ("query",), name))
-            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),))
+            return Cut(1, (self.share.run(shape[1]),))
         return None
 
     def head_at(self, name: str) -> HeadPart:
@@ -178,25 +139,6 @@ class Parts:
         found = _LAYER.search(name)
         assert found is not None
         return self.head.at(self._attending[int(found[1])])
-
-    def _state_cut(self, start: str, own: str, shape: tuple[int, ...]) -> Cut | None:
-        parts = self.states[start]
-        module, _, kind = own.rpartition(".")
-        if parts is None:
-            return None
-        if module in parts.channels:
-            if self.grouped(f"{start}.{module}"):
-                return Cut(0, (self._run(shape[0], self.share.rank, self.share.ranks),))
-            return Cut(1, (self._run(shape[1], self.share.rank, self.share.ranks),)) if kind == "weight" else None
-        blocks = parts.outputs.get(module or kind)
-        if blocks is None or sum(blocks) != shape[0]:  # a norm of each head
-            return None
-        spans, first = [], 0
-        for size in blocks:
-            begin, end = self._run(size, self.share.rank, self.share.ranks)
-            spans.append((first + begin, first + end))
-            first += size
-        return Cut(0, tuple(spans))
 
     def split(self, module: str, whole: Matrix) -> Matrix:
         """This rank's outputs of a matrix in groups that was made whole."""
@@ -219,8 +161,8 @@ class Parts:
             tokens = self._shapes[f"{module}.weight"][0]
             return VocabularyMatrix(own, rank * own.outputs, tokens, join)
         name, copy = module.rpartition(".")[2], (0, 1)
-        if (state := self._state_of(module)) is not None:
-            parts = self.states[state[0]]
+        if (state := self.states.place_of(module)) is not None:
+            parts = self.states.by_module[state[0]]
             if parts is None or name not in parts.channels:
                 return own
         elif name not in CHANNELS or not self._divides(module):
@@ -239,7 +181,7 @@ class Parts:
 
     def own_experts(self, count: int) -> range:
         """Which of ``count`` experts this rank has, where they are matrices of their own."""
-        return range(*self._run(count, self.share.rank, self.share.ranks, even=False))
+        return range(*self.share.run(count, even=False))
 
     def cuts_experts(self, module: str) -> bool:
         """Whether this rank has a part of experts that lie together."""
@@ -282,7 +224,7 @@ class Parts:
         spans, start = list[tuple[int, int]](), 0
         for unit in units:
             block = counts[unit] * each
-            runs = [self._run(block, self.share.rank, self.share.ranks)] if unit == "inner" else self._runs(block, name)
+            runs = [self.share.run(block)] if unit == "inner" else self._runs(block, name)
             spans += [(start + first, start + stop) for first, stop in runs]
             start += block
         return tuple(spans)
@@ -295,10 +237,6 @@ class Parts:
         for start, stop in zip(starts, stops, strict=True):
             yield start * each, stop * each
 
-    def _run(self, size: int, number: int, parts: int, even: bool = True) -> tuple[int, int]:
-        assert not even or size % parts == 0, (size, parts)
-        return number * size // parts, (number + 1) * size // parts
-
     def _check(self, name: str) -> None:
         """ModelError for a tensor of a layer of which nothing says what ranks have."""
         found, shape = _LAYER.search(name), self._shapes[name]
@@ -306,8 +244,8 @@ class Parts:
             return
         module, _, kind = found[2].rpartition(".")
         own = module.rpartition(".")[2]
-        if (state := self._state_of(name)) is not None:
-            parts = self.states[state[0]]
+        if (state := self.states.place_of(name)) is not None:
+            parts = self.states.by_module[state[0]]
             if parts is None or own in parts.channels or (state[1].rpartition(".")[0] or kind) in parts.outputs:
                 return
         known = own in OUTPUTS or own in CHANNELS or own in HEAD_NORMS or own in WHOLE
@@ -321,4 +259,4 @@ class Parts:
     def _ends_attention(self, name: str) -> bool:
         module, _, kind = name.rpartition(".")
         unit = CHANNELS.get(module.rpartition(".")[2])
-        return kind == "weight" and unit == "query" and self._state_of(name) is None
+        return kind == "weight" and unit == "query" and self.states.place_of(name) is None

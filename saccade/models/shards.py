@@ -37,6 +37,11 @@ class Share:
         """What joins the ranks; while this one loads, nothing: results mean nothing then."""
         return self._apart[0] if self._apart else self.joined()
 
+    def run(self, size: int, even: bool = True) -> tuple[int, int]:
+        """Where this rank's run of ``size`` things begins and ends; ``even``: all ranks have as many."""
+        assert not even or size % self.ranks == 0, (size, self.ranks)
+        return self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Within the block this rank runs its part without the others."""

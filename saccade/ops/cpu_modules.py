@@ -3,6 +3,8 @@ products of few rows at the rate at which weights are read. On a GPU ``ops.trito
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,25 +28,30 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor |
     out = torch.empty(flat.shape, dtype=x.dtype)
     if not out.numel():  # rows whose output is not read have left the last layer
         return out.view(x.shape)
-    cpu.kernels().norm_rows(
-        native.NormRows(
-            threads=torch.get_num_threads(),
-            storage=STORAGE[x.dtype],
-            weights=WEIGHT_NUMBERS[how.weights],
-            gates_first=how.gates_first,
-            rows=flat.shape[0],
-            channels=flat.shape[1],
-            groups=how.groups,
-            x=flat.data_ptr(),
-            x_stride=flat.stride(0),
-            gate=0 if other is None else other.data_ptr(),
-            gate_stride=0 if other is None else other.stride(0),
-            weight=address(weight),
-            epsilon=epsilon,
-            out=out.data_ptr(),
-        )
-    )
+    cpu.kernels().norm_rows(norm_rows(flat, weight, epsilon, how, other, out, torch.get_num_threads()))
     return out.view(x.shape)
+
+
+def norm_rows(
+    x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor | None, out: Tensor, threads: int
+) -> Any:
+    """The kernels' call that norms ``x`` [rows, channels] into ``out``, all of one dtype. It keeps addresses alone."""
+    return native.NormRows(
+        threads=threads,
+        storage=STORAGE[out.dtype],
+        weights=WEIGHT_NUMBERS[how.weights],
+        gates_first=how.gates_first,
+        rows=x.shape[0],
+        channels=x.shape[1],
+        groups=how.groups,
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        gate=0 if gate is None else gate.data_ptr(),
+        gate_stride=0 if gate is None else gate.stride(0),
+        weight=address(weight),
+        epsilon=epsilon,
+        out=address(out),
+    )
 
 
 def product(x: Tensor, matrix: DenseMatrix) -> Tensor:
@@ -55,18 +62,22 @@ def product(x: Tensor, matrix: DenseMatrix) -> Tensor:
     if own is None:
         return matrix.product(x)
     x, out = x.contiguous(), x.new_empty(rows, matrix.outputs)
-    cpu.kernels().product_rows(
-        native.ProductRows(
-            threads=torch.get_num_threads(),
-            storage=STORAGE[x.dtype],
-            rows=rows,
-            channels=matrix.channels,
-            x=address(x),
-            matrix=own,
-            out=address(out),
-        )
-    )
+    cpu.kernels().product_rows(product_rows(x, matrix, own, out, torch.get_num_threads()))
     return out
+
+
+def product_rows(x: Tensor, matrix: DenseMatrix, own: Any, out: Tensor, threads: int) -> Any:
+    """The kernels' call that multiplies ``x`` [rows, channels] by ``matrix``, ``own`` to them, into ``out``. It keeps
+    addresses alone."""
+    return native.ProductRows(
+        threads=threads,
+        storage=STORAGE[out.dtype],
+        rows=out.shape[0],
+        channels=matrix.channels,
+        x=address(x),
+        matrix=own,
+        out=address(out),
+    )
 
 
 def gated(x: Tensor, gate: DenseMatrix, up: DenseMatrix) -> Tensor:

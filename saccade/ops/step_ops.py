@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops import cpu, row_passes
-from saccade.ops.cpu_modules import WEIGHT_NUMBERS
+from saccade.ops.cpu_modules import norm_rows, product_rows
 from saccade.ops.cpu_structs import STORAGE, address, native
 from saccade.ops.matrices import DenseMatrix
 from saccade.ops.norming import Norming
@@ -39,47 +39,13 @@ class OpList:
         own = matrix.native(self.dtype)
         assert own is not None, "the kernels read it"
         out = self.room(matrix.outputs)
-        self._add(
-            native.ProductRows(
-                threads=self.threads,
-                storage=STORAGE[self.dtype],
-                rows=self.rows,
-                channels=matrix.channels,
-                x=address(x),
-                matrix=own,
-                out=address(out),
-            ),
-            x,
-            matrix,
-            out,
-        )
+        self._add(product_rows(x, matrix, own, out, self.threads), x, matrix, out)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, how: Norming, gate: Tensor | None = None) -> Tensor:
         """As of ``cpu_modules.norm``, over ``x`` [n, channels]: a new [n, channels]."""
         out = torch.empty(x.shape, dtype=self.dtype)
-        self._add(
-            native.NormRows(
-                threads=self.threads,
-                storage=STORAGE[self.dtype],
-                weights=WEIGHT_NUMBERS[how.weights],
-                gates_first=how.gates_first,
-                rows=x.shape[0],
-                channels=x.shape[1],
-                groups=how.groups,
-                x=x.data_ptr(),
-                x_stride=x.stride(0),
-                gate=0 if gate is None else gate.data_ptr(),
-                gate_stride=0 if gate is None else gate.stride(0),
-                weight=address(weight),
-                epsilon=epsilon,
-                out=address(out),
-            ),
-            x,
-            gate,
-            weight,
-            out,
-        )
+        self._add(norm_rows(x, weight, epsilon, how, gate, out, self.threads), x, gate, weight, out)
         return out
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:

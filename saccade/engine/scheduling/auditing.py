@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.engine.request import Request
 from saccade.engine.rows.calls import DENSE
 from saccade.engine.sampling.params import SamplingParams
-from saccade.engine.scheduling.scheduler import step_input
+from saccade.engine.scheduling.step_rows import step_input
 from saccade.engine.steps.step import ScheduledRequest, StepResult
 from saccade.engine.watch.audit import Audit, AuditOptions, RowAudit
 from saccade.engine.watch.bounds import Bounds

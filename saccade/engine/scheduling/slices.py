@@ -12,8 +12,9 @@ import time
 from saccade.engine.attention import Watch
 from saccade.engine.messages import StepOutput
 from saccade.engine.scheduling.compile_waits import CompileWaits
-from saccade.engine.scheduling.scheduler import Scheduler, step_input
+from saccade.engine.scheduling.scheduler import Scheduler
 from saccade.engine.scheduling.settling import Settling
+from saccade.engine.scheduling.step_rows import step_input
 from saccade.engine.scheduling.token_gap import Suspended, TokenGap
 from saccade.engine.worker import Worker
 

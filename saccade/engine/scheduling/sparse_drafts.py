@@ -14,12 +14,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from saccade.engine.drafts.pacing import Kind, Pacing, shared_length
+from saccade.engine.drafts.pacing import Pacing, shared_length
 from saccade.engine.drafts.speculation import Speculation
+from saccade.engine.drafts.step_times import Kind
 from saccade.engine.request import Request
 from saccade.engine.scheduling.draft_rounds import Round, speculation_of
 from saccade.engine.scheduling.drafting import has_one_row, reserved, room
-from saccade.engine.scheduling.scheduler import Scheduler, step_input
+from saccade.engine.scheduling.scheduler import Scheduler
+from saccade.engine.scheduling.step_rows import step_input
 from saccade.engine.steps.step import ScheduledRequest, StepResult
 from saccade.engine.worker import Worker
 from saccade.methods.verified import MOST, UNLEARNT, Verified

@@ -1,4 +1,5 @@
-"""What a board is to run, in which order, and what became of it."""
+"""What the board runs: the settings that it asks for as jobs and their order, their samples and room, and what came of
+them."""
 
 from __future__ import annotations
 
@@ -6,12 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
+from saccade.engine.settings.config import EngineConfig
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import distance
+from saccade.eval.runner import data_name, default_tasks, given_by, prepare
 from saccade.llm import LLM
+from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
+_MOST_ROOM = 4 * 2**30
 Key = tuple[str, str, int, float | None]  # of a setting: name, protocol, length, budget
 
 
@@ -57,6 +64,30 @@ class Placed:
     def key(self) -> Key:
         """What was asked for."""
         return self.name, self.protocol, self.length, self.budget
+
+
+def room(model: EngineConfig, workers: int) -> int | None:
+    """Bytes of keys and values for the contexts of a grid, in each of the workers; None leaves it to the engine."""
+    if model.device != "cpu" and torch.cuda.is_available():
+        return None
+    return min(_MOST_ROOM, int(0.4 * available_bytes()) // max(1, workers))
+
+
+def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
+    """The samples of each length, a file each. RequestError as ``runner.prepare``."""
+    tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
+    made = {}
+    for length in grid.lengths:
+        name = (
+            "board-" + data_name("core", tasks, [length], grid.samples, seed, model) + ("-dealt" if grid.dealt else "")
+        )
+        if not grid.answers:
+            made[length] = out / f"{name}.jsonl"
+            continue
+        made[length] = prepare(
+            out, tasks, [length], grid.samples, seed, name=name, given=given_by(model), dealt=grid.dealt
+        )
+    return made
 
 
 def jobs(grid: Grid, data: dict[int, Path], rounds: Sequence[int | None] = (None,)) -> list[Job]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ from saccade.errors import RequestError
 from saccade.eval import figures
 from saccade.eval.board import origin
 from saccade.eval.board.entries import EXCLUDED, KINDS
-from saccade.eval.board.equal import DRIFTS, RECALLS, Equal, equal_bytes, equal_drift, equal_recall
+from saccade.eval.board.equal import DRIFTS, RECALLS, equal_bytes, equal_drift, equal_recall
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.jobs import Placed
-from saccade.eval.board.matching import MATCHED
 from saccade.eval.board.pictures import drift_panel, marker, panels
 from saccade.eval.board.play import refuse_weak
 from saccade.eval.board.rows import Row, fold
-from saccade.eval.plots import in_k
-from saccade.eval.stats import Interval
+from saccade.eval.board.tables import Columns, Table, budget_table, equal_table, line_of
 from saccade.files import write_text
 
 PROTOCOLS = {
@@ -31,28 +29,6 @@ PROTOCOLS = {
     "D": "Sparse prefill and sparse decode. Decode methods follow a prefill by flexprefill at its "
     "defaults; prefill methods are followed by the exact top-k at the budget, so that what is lost is theirs.",
 }
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of a table as text. ``worse``: its whole interval lies below dense."""
-
-    name: str
-    cells: tuple[str, ...]
-    kind: str = ""
-    worse: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """``more``: how many of the last columns small screens leave out."""
-
-    title: str
-    head: tuple[str, ...]
-    lines: tuple[Line, ...]
-    said: str = ""
-    more: int = 0
 
 
 def write_board(
@@ -83,24 +59,24 @@ def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int
     own = [row for row in rows if row.protocol == letter]
     columns = Columns.of(own, lengths)
     budgets = {row.budget for row in own}
-    tables = [_budget_table(own, budget, columns) for budget in grid.budgets if budget in budgets]
+    tables = [budget_table(own, budget, columns) for budget in grid.budgets if budget in budgets]
     fixed = [row for row in own if row.budget is None]
     if fixed:
         tables.append(
-            Table("The same at every budget", columns.head, tuple(_line(row, columns) for row in fixed), "", 3)
+            Table("The same at every budget", columns.head, tuple(line_of(row, columns) for row in fixed), "", 3)
         )
     others = [
-        _equal_table(f"At equal bytes: {100 * x:g} % of what dense reads", ones, "between the two settings around it")
+        equal_table(f"At equal bytes: {100 * x:g} % of what dense reads", ones, "between the two settings around it")
         for x, ones in equal_bytes(rows, letter, grid.budgets).items()
         if ones
     ]
     others += [
-        _equal_table(f"At equal drift: {x:g} nats of KL to dense attention", ones, "fewest keys first")
+        equal_table(f"At equal drift: {x:g} nats of KL to dense attention", ones, "fewest keys first")
         for x, ones in equal_drift(rows, letter).items()
         if ones
     ]
     others += [
-        _equal_table(f"At equal recall: {100 * x:g} % of the attention's mass", ones, "fewest keys first")
+        equal_table(f"At equal recall: {100 * x:g} % of the attention's mass", ones, "fewest keys first")
         for x, ones in equal_recall(rows, letter).items()
         if ones
     ]
@@ -116,130 +92,6 @@ def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int
         "panels": shown,
         "names": names,
     }
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the tables of a protocol tell apart: families of tasks where there are several, lengths where there are
-    several, and what was measured at all."""
-
-    answered: bool
-    families: tuple[str, ...]
-    lengths: tuple[int, ...]
-    bytes: bool
-    recall: bool
-    drift: bool
-    times: bool
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], lengths: Sequence[int]) -> Columns:
-        families = tuple(dict.fromkeys(name for row in rows for name in row.families))
-        answered = any(row.parts for row in rows)
-        return cls(
-            answered,
-            families if len(families) > 1 else (),
-            tuple(lengths) if answered and (len(lengths) > 1 or len(families) < 2) else (),
-            any(row.read is not None for row in rows),
-            any(row.recall is not None for row in rows),
-            any(row.kl is not None for row in rows),
-            any(row.time is not None for row in rows),
-        )
-
-    @property
-    def head(self) -> tuple[str, ...]:
-        return (
-            *(["points lost [95 %]"] if self.answered else []),
-            *self.families,
-            *(f"at {in_k(length)}" for length in self.lengths),
-            "keys read",
-            *(["bytes read"] if self.bytes else []),
-            *(["recall"] if self.recall else []),
-            *(["KL, nats [95 %]", "tokens that agree"] if self.drift else []),
-            *(["time, of dense's"] if self.times else []),
-            *(["p (McNemar)", "n"] if self.answered else []),
-            "setting",
-        )
-
-
-def _budget_table(rows: Sequence[Row], budget: float, columns: Columns) -> Table:
-    own = [row for row in rows if row.budget == budget]
-    off = sum(not row.matched for row in own)
-    said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
-    said += (
-        f"; {off} below them could not be set to read that many keys, or were cut short, so no rank is theirs."
-        if off
-        else "."
-    )
-    lines = tuple(_line(row, columns) for row in own)
-    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", columns.head, lines, said, 3)
-
-
-def _line(row: Row, columns: Columns) -> Line:
-    parts = [row.parts.get(length) for length in columns.lengths]
-    chances = [part.cell.chance for part in row.parts.values() if part.cell.chance is not None]
-    settings = dict.fromkeys(
-        [part.policy for part in row.parts.values()] or [one.policy for one in row.drifts.values()]
-    )
-    counted = [f"{min(chances):.2g}" if chances else "–", str(row.loss.n) if row.loss else "–"]
-    drift = _nats(row.kl), _share(row.agree)
-    cells = (
-        *([_lost(row.loss)] if columns.answered else []),
-        *(_mean_lost(row.families.get(name)) for name in columns.families),
-        *("–" if part is None else _mean_lost(part.cell.difference) for part in parts),
-        _share(row.keys),
-        *([_share(row.read)] if columns.bytes else []),
-        *([_share(row.recall)] if columns.recall else []),
-        *(drift if columns.drift else []),
-        *(["–" if row.time is None else f"{row.time:.2f}"] if columns.times else []),
-        *(counted if columns.answered else []),
-        "; ".join(settings) or "; ".join(row.errors) or "not finished",
-    )
-    note = ""
-    if row.errors:
-        note = row.errors[0]
-    elif row.cut is not None:
-        note = f"cut after {row.cut:g} s"
-    elif not row.complete:
-        note = "not finished at every length"
-    elif row.budget is not None and not row.matched:
-        note = "off the budget"
-    return Line(row.entry.name, cells, row.entry.kind, row.loss is not None and row.loss.high < 0, note)
-
-
-def _nats(kl: Interval | None) -> str:
-    return "–" if kl is None else f"{kl.mean:.2g} [{kl.low:.2g}, {kl.high:.2g}]"
-
-
-def _equal_table(title: str, ones: Sequence[Equal], said: str) -> Table:
-    lines = tuple(
-        Line(
-            one.entry.name,
-            (_lost(one.loss), _share(one.keys)),
-            one.entry.kind,
-            one.loss is not None and one.loss.high < 0,
-        )
-        for one in ones
-    )
-    return Table(title, ("points lost [95 %]", "keys read"), lines, said)
-
-
-def _lost(loss: Interval | None) -> str:
-    if loss is None:
-        return "–"
-    return f"{_points(-loss.mean)} [{_points(-loss.high)}, {_points(-loss.low)}]"
-
-
-def _mean_lost(loss: Interval | None) -> str:
-    return "–" if loss is None else _points(-loss.mean)
-
-
-def _points(value: float) -> str:
-    text = f"{100 * value:.1f}"
-    return "0.0" if text == "-0.0" else text
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _made(about: dict[str, Any]) -> list[str]:

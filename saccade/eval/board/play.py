@@ -8,8 +8,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
-
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import RequestError, SaccadeError
 from saccade.eval.board.drifts import Drift, Drifts, place_of
@@ -20,18 +18,16 @@ from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
 from saccade.eval.results import PREDICTIONS, SCORES, read_json, write_json
-from saccade.eval.runner import Note, data_name, default_tasks, given_by, prepare
+from saccade.eval.runner import Note
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
 from saccade.eval.summary import Group, Run
 from saccade.eval.weak import dense_score
 from saccade.eval.workers import in_order
 from saccade.llm import LLM
-from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
-_MOST_ROOM = 4 * 2**30
 APART = 4  # samples that are answered at once, at most, where rows share no launches: then some are finished early
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
 
@@ -75,30 +71,6 @@ class _Cut(Exception):
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-
-
-def room(model: EngineConfig, workers: int) -> int | None:
-    """Bytes of keys and values for the contexts of a grid, in each of the workers; None leaves it to the engine."""
-    if model.device != "cpu" and torch.cuda.is_available():
-        return None
-    return min(_MOST_ROOM, int(0.4 * available_bytes()) // max(1, workers))
-
-
-def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
-    """The samples of each length, a file each. RequestError as ``runner.prepare``."""
-    tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
-    made = {}
-    for length in grid.lengths:
-        name = (
-            "board-" + data_name("core", tasks, [length], grid.samples, seed, model) + ("-dealt" if grid.dealt else "")
-        )
-        if not grid.answers:
-            made[length] = out / f"{name}.jsonl"
-            continue
-        made[length] = prepare(
-            out, tasks, [length], grid.samples, seed, name=name, given=given_by(model), dealt=grid.dealt
-        )
-    return made
 
 
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:

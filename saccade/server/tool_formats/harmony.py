@@ -19,7 +19,7 @@ from saccade.server.tool_formats.forcing import Frame, forced
 from saccade.server.tool_formats.json_formats import NAME
 from saccade.server.tool_formats.json_reading import json_object
 from saccade.server.tool_formats.parts import JSON, Part, call_id
-from saccade.server.tool_formats.reading import Out
+from saccade.server.tool_formats.reading import Out, PieceReader
 from saccade.server.tool_formats.source import Malformed, Reading, Source, overlap
 from saccade.server.tool_formats.words import Words
 
@@ -64,30 +64,22 @@ def next_message(source: str, words: Words) -> str:
     return joined(f"start: {words(NEXT, MARKS)} @answer\n", named(source, "answer"))
 
 
-class HarmonyReader:
+class HarmonyReader(PieceReader):
     """Reads one answer piece by piece: (thoughts, parts) of what may be told now. ``opened``: the prompt has opened the
     body of a message in this channel. ``calls``: messages to functions are calls; else they are text. ``thinks``: the
     channel of thoughts is told apart; else it is text, too."""
 
     def __init__(self, opened: str | None = None, calls: bool = True, thinks: bool = True) -> None:
-        self._source, self._thinks = Source(), thinks
-        self._out = Out(call_id, self._source)
-        self._calls, self._opened = calls, opened
+        self._thinks, self._calls, self._opened = thinks, calls, opened
         self._thoughts: list[str] = []
         self._thought = False  # some came before
-        self._run: Reading[None] | None = self._read()
+        source = Source()
+        super().__init__(source, Out(call_id, source))
 
     def feed(self, text: str, final: bool = False) -> tuple[str, list[Part]]:
-        self._source.feed(text, final)
-        if self._run is not None:
-            try:
-                next(self._run)
-            except StopIteration:
-                self._run = None
-        if final:
-            self._out.finish()
+        parts = self._feed(text, final)
         thoughts, self._thoughts = "".join(self._thoughts), []
-        return thoughts, self._out.taken()
+        return thoughts, parts
 
     def _read(self) -> Reading[None]:
         source = self._source

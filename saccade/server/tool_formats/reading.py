@@ -71,17 +71,14 @@ class Out:
         return parts
 
 
-class CallReader:
-    """Reads one answer piece by piece. Parts are the same however it comes, joined where they are neighbours."""
+class PieceReader:
+    """Reads one answer piece by piece into ``out``: ``_read`` goes on where the last piece ended."""
 
-    def __init__(self, format: ToolFormat, tools: list[JSON]) -> None:
-        self._format, self._tools = format, tools
-        self._source = Source()
-        self._out = Out(format.call_id, self._source)
-        self._again = 0  # characters that were read again
+    def __init__(self, source: Source, out: Out) -> None:
+        self._source, self._out = source, out
         self._run: Reading[None] | None = self._read()
 
-    def feed(self, text: str, final: bool = False) -> list[Part]:
+    def _feed(self, text: str, final: bool) -> list[Part]:
         """What may be told now, in order."""
         self._source.feed(text, final)
         if self._run is not None:
@@ -92,6 +89,23 @@ class CallReader:
         if final:
             self._out.finish()
         return self._out.taken()
+
+    def _read(self) -> Reading[None]:
+        raise NotImplementedError
+
+
+class CallReader(PieceReader):
+    """Reads one answer piece by piece. Parts are the same however it comes, joined where they are neighbours."""
+
+    def __init__(self, format: ToolFormat, tools: list[JSON]) -> None:
+        self._format, self._tools = format, tools
+        self._again = 0  # characters that were read again
+        source = Source()
+        super().__init__(source, Out(format.call_id, source))
+
+    def feed(self, text: str, final: bool = False) -> list[Part]:
+        """What may be told now, in order."""
+        return self._feed(text, final)
 
     def _read(self) -> Reading[None]:
         source, out, format = self._source, self._out, self._format
