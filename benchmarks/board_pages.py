@@ -88,13 +88,15 @@ def kinds_of(tasks: Sequence[str]) -> set[str]:
     return {task.partition(":")[0] for task in tasks}
 
 
-def write_page(group: Group, folders: Sequence[Path], named: tuple[str, str], out: Path, made: str) -> str | None:
+def write_page(
+    group: Group, folders: Sequence[Path], named: tuple[str, str], out: Path, made: str, timed: bool = True
+) -> str | None:
     """The files of one page; why there are none, else None."""
     base, title = named
     placed, grid, missing, commands = kept.joined(folders)
     with tempfile.TemporaryDirectory() as space:
         try:
-            files = write_board(placed, grid, Path(space), MODEL.sub("", commands), missing)
+            files = write_board(placed, grid, Path(space), MODEL.sub("", commands), missing, timed)
         except RequestError as error:
             return str(error)
         text = {file.suffix: file.read_text(encoding="utf-8") for file in files}
@@ -141,6 +143,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--navigation", type=Path, help="mkdocs.yml, to which the pages are added")
     parser.add_argument("--rounding", action="append", default=[], metavar="NAME=SHARE", help="as leave_one_out.py's")
     parser.add_argument("--more", type=int, default=2, help="as leave_one_out.py's")
+    parser.add_argument("--no-times", action="store_true", help="leave times out: other processes ran beside")
     given = parser.parse_args(words)
     pages: dict[str, list[tuple[str, str]]] = {}
     given.out.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
             groups |= grouped(name, boards(paths.split(","), Path(space)))
         for group, folders in groups.items():
             named = page_name(group, groups)
-            why = write_page(group, folders, named, given.out, given.made)
+            why = write_page(group, folders, named, given.out, given.made, not given.no_times)
             print(f"{named[1]}: {why or given.out / (named[0] + '-tables.md')}")
             if why is None:
                 pages.setdefault(group[0], []).append(named)

@@ -71,8 +71,13 @@ def test_archives_become_pages(tmp_path, tiny_llama, far_llama, pages, capsys):
     navigation = site.read_text()
     assert navigation.count("results/board-real") == 3
     assert navigation.endswith("  - Last: last.md\n")
-    pages.main([*words, "--navigation", str(site)])
+    assert "| time, of dense's |" in table
+    pages.main([*words, "--navigation", str(site), "--no-times"])
     assert site.read_text() == navigation  # added once
+    assert "time, of dense's" not in (out / "board-real-one-512-tables.md").read_text()
+    later = json.loads((out / "board-real-one-512.json").read_text())["rows"]
+    assert all(row["time"] is not None for row in rows)
+    assert later == [{**row, "time": None} for row in rows]
 
 
 def test_what_is_no_board_is_said(tmp_path, pages):

@@ -129,6 +129,7 @@ def test_a_board_is_packed_without_samples_and_long_predictions(tmp_path):
     said = (tmp_path / "words").read_text()
     assert said.count("--kv-memory") == 2
     assert "--without psa, cuboids" in said
+    assert said.count("--seconds 60 --most-seconds 240 ") == 2
 
 
 def test_a_board_is_packed_as_soon_as_a_setting_is_finished(tmp_path):

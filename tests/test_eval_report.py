@@ -142,6 +142,22 @@ def test_the_retrieval_ratio_counts_heads_where_a_method_reuses(tmp_path):
     assert ratios == {"psa": pytest.approx(5 / (10 * 2)), "cis": pytest.approx(7 / 160)}
 
 
+def test_a_sparse_prefill_is_compared_with_the_dense_one_of_its_prompts(tmp_path):
+    """Protocol B's dense answers come from other steps, which round otherwise."""
+    for order in (["B", "A"], ["A", "B"]):
+        folders = [
+            write(tmp_path / "".join(order) / letter, config("dense", letter), [row("one", 0, 1.0, protocol=letter)])
+            for letter in order
+        ]
+        own = tmp_path / "".join(order) / "flex"
+        folders += [write(own, config("flexprefill", "D"), [row("one", 0, 0.5, protocol="D")])]
+        group = Group([Run.load(folder) for folder in folders])
+        assert group.runs[-1].protocol == "D"
+        assert group.baseline(group.runs[-1]).protocol == "A"
+        assert group.baseline(group.runs[order.index("B")]).protocol == "B"
+        assert Group(group.runs[:1] + group.runs[2:]).baseline(group.runs[-1]).protocol == order[0]
+
+
 def test_the_baseline_is_dense_of_the_same_protocol_and_only_of_the_same_samples(tmp_path):
     for letter, score in (("A", 1.0), ("B", 0.5)):
         write(tmp_path / f"dense{letter}", config("dense", letter), [row("one", 0, score)])

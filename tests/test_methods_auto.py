@@ -331,4 +331,5 @@ def test_every_place_that_recommends_says_the_same(place, capsys):
             rf"that policy to answer as dense attention does, `{re.escape(FEWEST)}` to read the fewest keys", said
         )
         assert "when not to" in said or "Do not use" in said
+    assert "results/board-h200.md" in said, "what was measured of it"
     assert Policy.parse(FEWEST).text == FEWEST

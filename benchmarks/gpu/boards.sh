@@ -16,6 +16,9 @@
 #     boards.sh 520 0:qlong 0:q16k 1:s8k 1:qwide     # and the same call again; then
 #     boards.sh 520 0:q32k 0:qprefill 1:g16k 1:gwide
 #
+# MOST_SECONDS (default: 240) is what a setting may take: then it is ended, keeps what it has answered, gets no rank, and
+# the next call goes on with it. The slowest whose steps are recorded, snapkv at 32K, took 200 beside three boards.
+#
 # MORE: options for all of them. FREE: "0=139 1=139", GiB of each GPU, where nvidia-smi does not say.
 # DRY=1024 DEVICE=cpu: the same boards at that length, few keys, samples and forced tokens, to see that each of them runs.
 set -u
@@ -34,7 +37,8 @@ done
 named() { for name in "$@"; do printf -- '--method %s ' "$name"; done; }
 lesser="--without 'psa, cuboids'"
 first="psa lfps locks quest arkvale cis snapkv" # in the order in which they run; the oracle sorts all keys: slow, late
-decode="$(named $first streaming topk rocketkv adakv loopserve)$lesser" # steps of all these are recorded on a GPU
+# Steps of these are recorded on a GPU, but rocketkv's, which run row by row: the board takes such methods last.
+decode="$(named $first streaming topk adakv loopserve rocketkv)$lesser"
 prefill="$(named sampled_rows flexprefill minference xattention flashprefill infllm)"
 at="--protocol B --keys 256 --keys 512 --keys 128 --recall 0"
 asked="--each 24 --limit 8 --limit 24 $tasks"
@@ -112,7 +116,7 @@ while IFS=$'\t' read -r gpu name words; do
     echo "=== $name on GPU $gpu: saccade eval board $words"
     eval "set -- $words ${MORE:-}"
     CUDA_VISIBLE_DEVICES="$gpu" timeout -k 10 "$((seconds + 40))" "$python" -m saccade eval board --device "${DEVICE:-cuda}" \
-        --threads 2 --mix --seconds "$seconds" --out "$boards/$name" "$@" >"$boards/$name.log" 2>&1 </dev/null &
+        --threads 2 --mix --seconds "$seconds" --most-seconds "${MOST_SECONDS:-240}" --out "$boards/$name" "$@" >"$boards/$name.log" 2>&1 </dev/null &
     names="$names $name"
 done <<<"$lines"
 turns=0

@@ -130,6 +130,11 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(Letter([CancelRequest(one) for one in request_ids])).result()
 
+    def cancel_all(self) -> None:
+        """:meth:`cancel` of all requests that run or wait now."""
+        scheduler = self.engine.scheduler
+        self.cancel([request.id for request in (*list(scheduler.running), *list(scheduler.waiting))])
+
     def cancel_soon(self, request_ids: Sequence[int]) -> None:
         """Like :meth:`cancel`, without waiting."""
         if not self._loop.closed:

@@ -47,12 +47,14 @@ def predict(
     workers: int = 1,
     together: int = 1,
     progress: Progress | None = None,
+    until: float | None = None,
 ) -> Path:
     """Answer the samples of ``data`` (jsonl) and return the result folder, below ``results``.
 
     ``limit``: samples of each task and length, a prefix of the file. ``mix``: continue a folder that other versions
     began, and say so in its config. ``workers``: processes that answer side by side, each with a model of its own;
-    ``together``: samples that ``llm`` answers at once instead.
+    ``together``: samples that ``llm`` answers at once instead. ``until``, on ``monotonic``'s clock: when what is being
+    answered is ended, with everything else that ``llm`` runs, and left out (without ``workers``).
     What the folder holds already is kept, so a killed run goes on where it was and ends with the same predictions file.
     Raises RequestError for a folder of another setting, for one begun by another version that is incomplete, and for
     predictions that do not follow the samples.
@@ -66,7 +68,7 @@ def predict(
         missing = samples[len(log.records) :]
         if missing and log.records:
             check_environment(folder, config, mix)
-        answers = answers_in_order(missing, llm, model, setting, workers, together)
+        answers = answers_in_order(missing, llm, model, setting, workers, together, until)
         for done, (sample, (record, timing)) in enumerate(zip(missing, answers), len(log.records) + 1):
             timings.append({"id": sample.id, **timing})
             log.append(record)

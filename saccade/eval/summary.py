@@ -199,9 +199,11 @@ class Group:
         return self.runs[0]
 
     def baseline(self, run: Run) -> Run | None:
-        """The dense run of the same protocol if there is one, else any dense run."""
+        """The dense run of the same protocol if there is one, else the one that prefills the same prompts (A, as B
+        decodes the question), else any dense run."""
         dense = [one for one in self.runs if one.policy == "dense"]
-        return next((one for one in dense if one.protocol == run.protocol), dense[0] if dense else None)
+        wanted = (run.protocol, "B" if run.protocol == "B" else "A")
+        return min(dense, key=lambda one: wanted.index(one.protocol) if one.protocol in wanted else 2, default=None)
 
     def cell(self, run: Run, keep: Callable[[Row], bool] = lambda row: True) -> Cell:
         base = self.baseline(run)

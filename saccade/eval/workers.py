@@ -8,14 +8,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from saccade.engine.settings.config import EngineConfig
-from saccade.errors import RequestError
+from saccade.errors import RequestError, SaccadeError
 from saccade.eval.answer import answer, answer_aloud, quietly
 from saccade.eval.samples import Sample
 from saccade.eval.setting import Setting, load
@@ -24,27 +25,70 @@ from saccade.llm import LLM
 Answer = tuple[dict[str, Any], dict[str, float]]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_AGAIN = 0.1  # seconds after which what has begun meanwhile is ended, too
 _AHEAD = 3  # samples given out per worker: enough that none waits for a slow neighbour, few enough to hold in memory
 
 
 def answers_in_order(
-    samples: Sequence[Sample], llm: LLM, model: EngineConfig, setting: Setting, workers: int = 1, together: int = 1
+    samples: Sequence[Sample],
+    llm: LLM,
+    model: EngineConfig,
+    setting: Setting,
+    workers: int = 1,
+    together: int = 1,
+    until: float | None = None,
 ) -> Iterator[Answer]:
     """``answer`` of each sample. With more than one worker each process loads ``model`` for itself; samples share
     nothing, so the answers are the same. ``together``: samples that ``llm`` answers at once, their decode rows in
-    shared steps, which is what a GPU is good at; such rows round as their step does. Raises RequestError for
-    ``workers`` or ``together`` below 1, or both above."""
+    shared steps, which is what a GPU is good at; such rows round as their step does. ``until``, on ``monotonic``'s
+    clock: when everything that ``llm`` runs is ended, and no more answers come. Raises RequestError for ``workers`` or
+    ``together`` below 1, both above, or ``workers`` above 1 and ``until``."""
     positive("together", together)
+    if workers != 1 and (together != 1 or until is not None):
+        other = f"together={together!r}: samples of a setting take one way" if together != 1 else f"until={until!r}"
+        raise RequestError(f"workers={workers!r} and {other}, not both")
     if together == 1:
-        yield from in_order(partial(_answer, setting=setting), samples, llm, model, workers)
+        answers = in_order(partial(_answer, setting=setting), samples, llm, model, workers)
+    else:
+        answers = _at_once(samples, llm, setting, together)
+    if until is None:
+        yield from answers
         return
-    if workers != 1:
-        raise RequestError(
-            f"workers={workers!r} and together={together!r}: samples of a setting take one way, not both"
-        )
+    with _ended_at(until, llm) as ended, closing(answers):
+        for one in answers:
+            if ended.is_set():
+                return  # it may have been ended itself
+            yield one
+
+
+def _at_once(samples: Sequence[Sample], llm: LLM, setting: Setting, together: int) -> Generator[Answer, None, None]:
     with quietly():
         work = partial(_aloud, llm=llm, setting=setting)
         yield from _ordered(ThreadPoolExecutor(together), work, samples, 2 * together)
+
+
+@contextmanager
+def _ended_at(until: float, llm: LLM) -> Iterator[threading.Event]:
+    """From ``until`` on cancel what ``llm`` runs, again and again until the block is left; the event is set before."""
+    ended, left = threading.Event(), threading.Event()
+
+    def end() -> None:
+        if left.wait(max(0.0, until - time.monotonic())):
+            return
+        ended.set()
+        while True:
+            with suppress(SaccadeError):  # an engine that broke ends what runs by itself
+                llm.loop.cancel_all()
+            if left.wait(_AGAIN):
+                return
+
+    thread = threading.Thread(target=end, name="saccade-eval-until", daemon=True)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        left.set()
+        thread.join()
 
 
 def in_order(
@@ -54,7 +98,7 @@ def in_order(
     model: EngineConfig,
     workers: int = 1,
     together: int = 1,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """``work(llm, item)`` of each item, in order. ``work`` and items must pickle where there are ``workers``; each
     loads ``model`` for itself, with room for ``together`` samples at once. Raises RequestError for ``workers`` below 1,
     and what ``work`` raises."""

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,6 +68,10 @@ def board(
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Begin nothing more after so long, and write what is finished.")
     ] = None,
+    most_seconds: Annotated[
+        float | None,
+        typer.Option("--most-seconds", help="End a setting that takes longer, keep what it answered; it gets no rank."),
+    ] = None,
     workers: Annotated[
         int, typer.Option("--workers", help="Rows that run side by side, each with a model of its own.")
     ] = 1,
@@ -105,6 +110,8 @@ def board(
         raise RequestError("--quick and --full are different grids; give one of them")
     if seconds is not None and seconds <= 0:
         raise RequestError(f"seconds={seconds!r} must be above 0")
+    if most_seconds is not None and most_seconds <= 0:
+        raise RequestError(f"most_seconds={most_seconds!r} must be above 0: seconds that one setting may take")
     for count in limit or ():
         if count < 1:
             raise RequestError(f"limit={count!r} must be an integer >= 1: samples of each task and length")
@@ -122,7 +129,8 @@ def board(
     grid = base.changed(budget, length, protocol, samples, tasks, recall, method, each, drift, answers, keys, without)
     data = jobs.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
-    what = play.Play(grid, config, out / kept.RESULTS, mix, until, together, kept.settings(like or ()))
+    before = kept.settings(like or ())
+    what = play.Play(grid, config, out / kept.RESULTS, mix, until, together, before, most_seconds)
     todo = jobs.jobs(grid, data, sorted(set(limit)) if limit else (None,))
     play.check_like(todo, what)
 
@@ -130,6 +138,7 @@ def board(
         print(text, file=sys.stderr, flush=True)
 
     llm = say_device(load(config, together))
+    todo = jobs.slow_last(todo, partial(jobs.why_row_by_row, llm))
     command = shlex.join(["saccade", *_shown(sys.argv[1:])])
     placed: list[jobs.Placed] = []
     for ones in play.play(todo, llm, what, workers, note):
@@ -141,15 +150,18 @@ def board(
         print(file)
 
 
+_SLICES = ("--out", "-o", "--seconds", "--most-seconds")
+
+
 def _shown(words: list[str]) -> list[str]:
     """The command without where it wrote, and in what slices."""
     kept, skip = [], False
     for word in words:
         if (
             not skip
-            and word not in ("--out", "-o", "--seconds", "--mix")
-            and not word.startswith(("--out=", "--seconds="))
+            and word not in (*_SLICES, "--mix")
+            and not word.startswith(tuple(f"{option}=" for option in _SLICES))
         ):
             kept.append(word)
-        skip = not skip and word in ("--out", "-o", "--seconds")
+        skip = not skip and word in _SLICES
     return kept

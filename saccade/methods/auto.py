@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # By drift on SmolLM2 and Qwen2.5-Coder, and on Gemma 3, by which it was not chosen (docs/choosing.md).
 SAFE = "sampled_rows(threshold=0.0005)+psa"
-# Of methods that are no oracle the one that drifts least at equal keys, on both (docs/real-models.md).
+# Of methods that are no oracle the one that drifts least at equal keys, on both (docs/real-models.md),
+# and the only one that lost nothing at 256 keys (docs/results/board-h200.md).
 FEWEST = "lfps(k=0.05)"
 LEAST = 1024  # tokens below which nothing is left out, and nothing is timed
 SHORT_ANSWER = 16  # tokens; what a decode method learns of a context first is not made up for by fewer

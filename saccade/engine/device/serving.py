@@ -68,6 +68,11 @@ class DeviceServing:
             return "rows with sliding windows are attended one by one"
         return planned.why_not
 
+    def why_not(self, policy: Policy) -> str | None:
+        """Why no decode row under ``policy`` can be part of a batched step, whatever its request is; None where most
+        can."""
+        return self._plans.of(policy).why_not
+
     def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
         if not self.watch.idle:
             return "an observer looks on"

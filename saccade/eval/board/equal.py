@@ -57,7 +57,7 @@ def equal_drift(rows: Iterable[Row], protocol: str) -> dict[float, list[Equal]]:
     found = {}
     by_entry: dict[str, list[Row]] = {}
     for row in rows:
-        if row.protocol == protocol and row.budget is not None and row.drifts:
+        if row.protocol == protocol and row.budget is not None and row.drifts and row.cut is None:
             by_entry.setdefault(row.entry.name, []).append(row)
     for x in DRIFTS:
         ones = [one for own in by_entry.values() if (one := _drifting(own, x)) is not None]
@@ -88,7 +88,7 @@ def _drifting(rows: Sequence[Row], x: float) -> Equal | None:
 def _equal(rows: Sequence[Row], protocol: str, xs: Sequence[float], what: str, logs: bool) -> dict[float, list[Equal]]:
     by_entry: dict[str, list[Row]] = {}
     for row in rows:
-        if row.protocol == protocol and row.budget is not None:
+        if row.protocol == protocol and row.budget is not None and row.cut is None:
             by_entry.setdefault(row.entry.name, []).append(row)
     found: dict[float, list[Equal]] = {}
     for x in xs:

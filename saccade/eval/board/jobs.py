@@ -1,8 +1,9 @@
-"""What the board runs: the settings that it asks for as jobs, their samples and their room, and what came of them."""
+"""What the board runs: the settings that it asks for as jobs and their order, their samples and room, and what came of
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import distance
 from saccade.eval.runner import data_name, default_tasks, given_by, prepare
+from saccade.llm import LLM
 from saccade.machine import available_bytes
+from saccade.methods.policy import Policy
 
 _MOST_ROOM = 4 * 2**30
+Key = tuple[str, str, int, float | None]  # of a setting: name, protocol, length, budget
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,21 @@ class Job:
     budgets: tuple[float | None, ...] = (None,)
     limit: int | None = None
 
+    @property
+    def name(self) -> str:
+        return self.entry.name if self.entry else "dense"
+
+    @property
+    def keys(self) -> list[Key]:
+        """Its settings, one for each of ``budgets``."""
+        return [(self.name, self.protocol, self.length, budget) for budget in self.budgets]
+
 
 @dataclass(frozen=True)
 class Placed:
     """A setting that was run for a budget (None: the same at all). ``folder``: its results; ``error``: why there are
-    none; ``drift``: the file of its drift, where that was measured."""
+    none; ``drift``: the file of its drift, where that was measured; ``cut``: after how many seconds it was ended, where
+    it had not answered what it was to, or its dial was not set."""
 
     name: str
     protocol: str
@@ -44,6 +58,12 @@ class Placed:
     folder: Path | None
     error: str | None = None
     drift: Path | None = None
+    cut: float | None = None
+
+    @property
+    def key(self) -> Key:
+        """What was asked for."""
+        return self.name, self.protocol, self.length, self.budget
 
 
 def room(model: EngineConfig, workers: int) -> int | None:
@@ -93,35 +113,55 @@ def jobs(grid: Grid, data: dict[int, Path], rounds: Sequence[int | None] = (None
     return [replace(job, limit=limit) for limit in rounds for job in rows]
 
 
+def why_row_by_row(llm: LLM, policy: Policy) -> str | None:
+    """Why a GPU decodes under ``policy`` row by row, though it decodes under others in steps that many requests share;
+    None where it does not, and on a CPU."""
+    device = llm.engine.worker.device
+    return None if device is None else device.why_not(policy)
+
+
+def slow_last(todo: Sequence[Job], why: Callable[[Policy], str | None]) -> list[Job]:
+    """Jobs whose decode rows run one by one (``why``: see :func:`why_row_by_row`) behind all budgets and rounds of the
+    others: one of them can take as long as all of these."""
+    known: dict[tuple[str, str, int], bool] = {}
+
+    def slow(job: Job) -> bool:
+        if job.entry is None:
+            return False
+        key = job.entry.name, job.protocol, job.length
+        if key not in known:
+            values = [None] if job.entry.dial is None else job.entry.dial.values(job.length)
+            policy = job.entry.policy(job.protocol, job.budgets[0] or 1.0, values[len(values) // 2])
+            known[key] = why(policy) is not None
+        return known[key]
+
+    return sorted(todo, key=slow)
+
+
 def settled(placed: Iterable[Placed]) -> list[Placed]:
     """What was placed, each setting as its last round left it; one that a round did not reach, as the one before."""
-    found: dict[tuple[str, str, int, float | None], Placed] = {}
+    found: dict[Key, Placed] = {}
     for one in placed:
-        key = one.name, one.protocol, one.length, one.budget
-        if one.folder is not None or one.error is not None or key not in found:
-            found[key] = one
+        if one.folder is not None or one.error is not None or one.key not in found:
+            found[one.key] = one
     return list(found.values())
 
 
 def unfinished(placed: Iterable[Placed], todo: Sequence[Job], answers: bool) -> int:
-    """How many settings are not placed, or without the answers that they were to give."""
+    """How many settings are not placed, cut short, or without the answers that they were to give."""
     weak = {(one.protocol, one.length) for one in placed if one.name == "dense" and one.error is not None}
     done = {
-        (one.name, one.protocol, one.length, one.budget)
+        one.key
         for one in placed
-        if not answers or one.folder is not None or one.error is not None or (one.protocol, one.length) in weak
+        if one.cut is None
+        and (not answers or one.folder is not None or one.error is not None or (one.protocol, one.length) in weak)
     }
     return len(set(asked(todo)) - done)
 
 
-def asked(todo: Iterable[Job]) -> list[tuple[str, str, int, float | None]]:
+def asked(todo: Iterable[Job]) -> list[Key]:
     """The settings that jobs are to place: name, protocol, length, budget."""
-    wanted = (
-        (job.entry.name if job.entry else "dense", job.protocol, job.length, budget)
-        for job in todo
-        for budget in job.budgets
-    )
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(key for job in todo for key in job.keys))
 
 
 def wanted(job: Job) -> int:

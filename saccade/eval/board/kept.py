@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval.board.grid import Grid
-from saccade.eval.board.jobs import Job, Placed, asked
+from saccade.eval.board.jobs import Job, Key, Placed, asked
 from saccade.eval.results import read_json, write_json
 
 KEPT, RESULTS = "placed.json", "results"
@@ -56,7 +56,7 @@ def settings(files: Sequence[Path]) -> dict[tuple[str, str, int, float], str]:
 def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
     """(what the boards of ``folders`` placed, the grid they span, how many settings none of them finished, their
     commands). Where two finished the same, the first counts. RequestError for a folder that holds no board."""
-    placed: dict[tuple[Any, ...], Placed] = {}
+    placed: dict[Key, Placed] = {}
     wanted: set[tuple[Any, ...]] = set()
     commands: dict[str, None] = {}
     samples = recall = 0
@@ -70,9 +70,9 @@ def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
         for said in data["placed"]:
             files = {name: folder / RESULTS / said[name] for name in ("folder", "drift") if said.get(name)}
             one = Placed(**said | {"folder": None, "drift": None} | files)
-            key = one.name, one.protocol, one.length, one.budget
-            if key not in placed or placed[key].folder is None:
-                placed[key] = one
+            before = placed.get(one.key)
+            if before is None or before.folder is None or (before.cut is not None and one.cut is None):
+                placed[one.key] = one
     grid = replace(
         Grid(),
         budgets=tuple(sorted({one[3] for one in wanted if one[3] is not None})),
@@ -81,4 +81,9 @@ def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
         samples=samples,
         recall=recall,
     )
-    return list(placed.values()), grid, len(wanted - placed.keys()), "; ".join(commands)
+    return (
+        list(placed.values()),
+        grid,
+        len(wanted - {key for key, one in placed.items() if one.cut is None}),
+        "; ".join(commands),
+    )

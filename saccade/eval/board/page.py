@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,18 @@ PROTOCOLS = {
 }
 
 
-def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0) -> list[Path]:
+def write_board(
+    placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0, timed: bool = True
+) -> list[Path]:
     """Write board.html, board.json and board.md to ``out`` and return their paths. Without matplotlib the page has its
-    tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, where dense
+    tables and no figures. ``missing``: settings that are not finished. ``timed``: tell times, which mean nothing
+    where other processes ran beside. RequestError where nothing is, where dense
     attention scores below half of what is possible, or if ``out`` cannot be written."""
     if all(one.folder is None and one.drift is None for one in placed):
         raise RequestError("nothing of the board is finished yet; the same command goes on where it stopped")
     refuse_weak(placed)
     lengths = sorted({one.length for one in placed})
-    rows = fold(placed, lengths)
+    rows = [replace(row, timed=timed) for row in fold(placed, lengths)]
     sections = [_section(rows, letter, grid, lengths) for letter in grid.protocols]
     about = origin.about(placed, command, missing)
     files = {
@@ -104,7 +108,7 @@ HOW = (
     "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
     "KL is that of the next token's distribution to dense attention's, over forced tokens of made prose in which "
     "facts come again; tables at equal drift take the straight line between the logarithms of two settings' KL. Time "
-    "is that of the method's phase over dense attention's there, one sequence alone.",
+    "is that of the method's phase over dense attention's there, one sequence alone, kernels compiled before.",
     "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
     "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths; n samples were "
     "answered.",

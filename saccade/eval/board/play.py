@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +13,7 @@ from saccade.errors import RequestError, SaccadeError
 from saccade.eval.board.drifts import Drift, Drifts, place_of
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import PROTOCOLS, Grid
-from saccade.eval.board.jobs import Job, Placed, wanted
+from saccade.eval.board.jobs import Job, Key, Placed, why_row_by_row
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
@@ -28,6 +28,7 @@ from saccade.llm import LLM
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
+APART = 4  # samples that are answered at once, at most, where rows share no launches: then some are finished early
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
 
 
@@ -35,7 +36,8 @@ _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compa
 class Play:
     """What every job needs, as plain data that pickles. ``until``: when no more is begun, on ``monotonic``'s clock.
     ``together``: samples that a model answers at once. ``like``: (name, protocol, length, budget) -> the policy that
-    another board has there, with which a search begins."""
+    another board has there, with which a search begins. ``most``: seconds that a setting may take, dense attention's
+    aside; ``ends``: when the one that is run has taken them."""
 
     grid: Grid
     model: EngineConfig
@@ -44,28 +46,48 @@ class Play:
     until: float | None = None
     together: int = 1
     like: Mapping[tuple[str, str, int, float], str] = field(default_factory=dict)
+    most: float | None = None
+    ends: float | None = None
 
     @property
     def late(self) -> bool:
         return self.until is not None and monotonic() > self.until
+
+    @property
+    def over(self) -> bool:
+        return self.ends is not None and monotonic() > self.ends
+
+    def begun(self) -> Play:
+        """For a setting that begins now."""
+        return self if self.most is None else replace(self, ends=monotonic() + self.most)
 
 
 class _Late(Exception):
     pass
 
 
+class _Cut(Exception):
+    """A setting has taken ``Play.most``. ``folder``: what it has answered, None where that is nothing."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
     """Run jobs, side by side with ``workers``; what a job placed comes as it ends. What lies in the results already is
-    used again. Jobs that ``play.until`` cut off give what they had finished. RequestError as ``refuse_weak``, unless
-    drift is measured: then that is said, and nothing more is answered at that length."""
+    used again. Jobs that ``play.until`` cut off give what they had finished. A setting that ``play.most`` cut short is
+    left alone in later rounds (several workers know nothing of each other: there it gets its time in each).
+    RequestError as ``refuse_weak``, unless drift is measured: then that is said, and nothing more is answered at that
+    length."""
     work = _Work(play)
     for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers, play.together)):
         refuse_weak(placed)
-        name = job.entry.name if job.entry else "dense"
-        note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job)} settings")
+        note(f"{job.name} ({job.protocol}, {job.length} tokens): {len(placed)} of {len(job.budgets)} settings")
         for one in placed:
             if one.error is not None:
                 note(f"{one.policy}: {one.error}")
+            if one.cut is not None:
+                note(f"{one.policy}: cut after {one.cut:g} s; the same command goes on with it")
         yield placed
 
 
@@ -88,9 +110,13 @@ def weak(folder: Path) -> str | None:
 @dataclass(frozen=True)
 class _Work:
     play: Play
+    cut: set[Key] = field(default_factory=set)
 
     def __call__(self, llm: LLM, job: Job) -> list[Placed]:
-        return list(_run(llm, job, self.play))
+        left = tuple(budget for key, budget in zip(job.keys, job.budgets) if key not in self.cut)
+        found = list(_run(llm, replace(job, budgets=left), self.play)) if left else []
+        self.cut.update(one.key for one in found if one.cut is not None)
+        return found
 
 
 def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
@@ -98,9 +124,8 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
     if play.grid.drift:
         drifts = Drifts(llm, play.model, play.results, job.length, play.grid.drift)
 
-    def placed(policy: Policy, budget: float | None) -> Placed:
-        name = job.entry.name if job.entry else "dense"
-        file = None
+    def placed(policy: Policy, budget: float | None, play: Play) -> Placed:
+        file, cut = None, None
         if drifts is not None and job.entry is not None and job.entry.kind != "lossless":
             _drift(drifts, policy, play)
             file = place_of(play.results, job.length, play.grid.drift, policy.text)
@@ -111,39 +136,48 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
             except _Late:
                 if file is None:
                     raise
+            except _Cut as error:
+                folder, cut = error.folder, play.most
         if job.entry is None and drifts is not None and folder is not None and (why := weak(folder)) is not None:
             folder = None  # its drift ranks methods all the same
-        return Placed(name, job.protocol, job.length, budget, policy.text, folder, why, file)
+        return Placed(job.name, job.protocol, job.length, budget, policy.text, folder, why, file, cut)
 
     def failed(policy: Policy, budget: float | None, error: SaccadeError) -> Placed:
         assert job.entry is not None, "what dense attention cannot do, nothing is compared with"
         why = " ".join(str(error).split())
-        return Placed(job.entry.name, job.protocol, job.length, budget, policy.text, None, why)
+        return Placed(job.name, job.protocol, job.length, budget, policy.text, None, why)
+
+    def unset(policy: Policy, budget: float | None) -> Placed:
+        """Cut short before its drift was measured, or the dial set."""
+        return Placed(job.name, job.protocol, job.length, budget, policy.text, None, cut=play.most)
 
     entry = job.entry
     try:
         if entry is None:
-            yield placed(Policy(), None)
+            yield placed(Policy(), None, play)
             return
         if entry.dial is None:
             policy = entry.policy(job.protocol, 1.0, None)
             try:
-                yield placed(policy, None)
+                yield placed(policy, None, play.begun())
             except SaccadeError as error:
                 yield failed(policy, None, error)
+            except _Cut:
+                yield unset(policy, None)
             return
         values = entry.dial.values(job.length)
         seen: dict[int, float] = {}
         for budget in job.budgets:
             assert budget is not None, "a row with a dial has budgets"
             policies = [entry.policy(job.protocol, budget, value) for value in values]
+            own = play.begun()
 
-            def measure(at: int, policies: list[Policy] = policies) -> float:
+            def measure(at: int, policies: list[Policy] = policies, own: Play = own) -> float:
                 if at not in seen:
                     if drifts is not None:
-                        seen[at] = _drift(drifts, policies[at], play).keys(entry.phase) or 0.0
+                        seen[at] = _drift(drifts, policies[at], own).keys(entry.phase) or 0.0
                     else:
-                        run = Run.load(_answer(llm, job, play, policies[at], probe=True))
+                        run = Run.load(_answer(llm, job, own, policies[at], probe=True))
                         seen[at] = _density(run, entry.phase)
                 return seen[at]
 
@@ -154,9 +188,11 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
                 first = entry.dial.first(budget, job.length)
             try:
                 found = nearest(len(values), measure, budget, first, entry.dial.step)
-                yield placed(policies[found.at], budget)
+                yield placed(policies[found.at], budget, own)
             except SaccadeError as error:
                 yield failed(policies[first], budget, error)
+            except _Cut:
+                yield unset(policies[first], budget)
     except _Late:
         return
 
@@ -187,9 +223,9 @@ def check_like(todo: Sequence[Job], play: Play) -> None:
 
 
 def _drift(drifts: Drifts, policy: Policy, play: Play) -> Drift:
-    """A policy's drift, unless the time is over and it was not measured before."""
-    if play.late and drifts.known(policy) is None:
-        raise _Late
+    """A policy's drift, unless the time is over, or the setting's, and it was not measured before."""
+    if (play.late or play.over) and drifts.known(policy) is None:
+        raise _Late if play.late else _Cut
     return drifts.of(policy)
 
 
@@ -210,18 +246,21 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     letter = "B" if job.protocol == "B" and not sparse_in("prefill", policy) else "A"
     setting = Setting(policy, letter)
     limit = 1 if probe else job.limit
-    if play.late and not _answered(llm, job, setting, play, limit):
-        raise _Late
+    if (play.late or play.over) and not _answered(llm, job, setting, play, limit):
+        raise _Late if play.late else _Cut(_scored(llm, job, setting, play))
     if job.entry is not None and job.entry.phase == "prefill":
         llm.reset_prefix_cache()  # no other task begins as its prompts do, and its prefill is to be counted
     folder = predict(
         *(job.data, llm, play.model, setting, play.results),
         limit=limit,
         mix=play.mix,
-        together=play.together,
+        together=min(play.together, APART) if why_row_by_row(llm, policy) else play.together,
         progress=_stop(play),
+        until=play.ends,
     )
     score_folder(folder, job.data)
+    if play.over and not _answered(llm, job, setting, play, limit):
+        raise _Cut(None if probe else _scored(llm, job, setting, play))
     if job.entry is not None and job.entry.kind != "lossless" and play.grid.recall and not probe:
         _keep(folder, llm, job, setting, play)
     return folder
@@ -232,6 +271,16 @@ def _answered(llm: LLM, job: Job, setting: Setting, play: Play, limit: int | Non
     name = folder_name(configuration(job.data, llm, play.model, setting))
     file = play.results / name / PREDICTIONS
     return file.is_file() and file.read_bytes().count(b"\n") >= sum(1 for _ in take(job.data, limit))
+
+
+def _scored(llm: LLM, job: Job, setting: Setting, play: Play) -> Path | None:
+    """The folder of a setting's answers so far, scored; None where there are none."""
+    folder = play.results / folder_name(configuration(job.data, llm, play.model, setting))
+    file = folder / PREDICTIONS
+    if not file.is_file() or not file.stat().st_size:
+        return None
+    score_folder(folder, job.data)
+    return folder
 
 
 def _stop(play: Play) -> Any:

@@ -59,7 +59,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one budget (None: its one setting). ``parts`` and ``drifts`` by length; ``errors``: what failed."""
+    """A method at one budget (None: its one setting). ``parts`` and ``drifts`` by length; ``errors``: what failed;
+    ``cut``: the seconds after which it was ended at one of them, before it had answered all samples; ``timed``: whether
+    its times are told."""
 
     entry: Entry
     protocol: str
@@ -68,6 +70,8 @@ class Row:
     complete: bool
     errors: tuple[str, ...] = ()
     drifts: Mapping[int, Drift] = field(default_factory=dict)
+    cut: float | None = None
+    timed: bool = True
 
     @cached_property
     def families(self) -> dict[str, Interval]:
@@ -94,7 +98,7 @@ class Row:
     @property
     def time(self) -> float | None:
         """Of its phase, over dense attention's, of one sequence where drift was measured."""
-        return _mean(drift.time(self.entry.phase) for drift in self.drifts.values())
+        return None if not self.timed else _mean(drift.time(self.entry.phase) for drift in self.drifts.values())
 
     @cached_property
     def loss(self) -> Interval | None:
@@ -121,12 +125,17 @@ class Row:
 
     @property
     def matched(self) -> bool:
-        """Whether it was run at every length and reads what the budget says at each, where its dial was turned."""
+        """Whether it was run at every length to the end, and reads what the budget says at each, where its dial was
+        turned."""
         turned = {length: drift.keys(self.entry.phase) for length, drift in self.drifts.items()}
         turned = {length: part.keys for length, part in self.parts.items()} | turned
-        return self.complete and all(
-            keys is not None and self.budget is not None and distance(keys, self.budget) <= MATCHED
-            for keys in turned.values()
+        return (
+            self.complete
+            and self.cut is None
+            and all(
+                keys is not None and self.budget is not None and distance(keys, self.budget) <= MATCHED
+                for keys in turned.values()
+            )
         )
 
     @property
@@ -144,6 +153,7 @@ class Row:
             "protocol": self.protocol,
             "budget": self.budget,
             "matched": self.matched if self.budget is not None else None,
+            "cut": self.cut,
             **interval_data(self.loss),
             "keys": self.keys,
             "bytes": self.read,
@@ -206,7 +216,8 @@ def fold(placed: Sequence[Placed], lengths: Sequence[int]) -> list[Row]:
         drifts = {one.length: load_drift(one.drift) for one in ones if one.drift is not None}
         known = {length: drift for length, drift in drifts.items() if drift is not None}
         complete = set(parts if answered else known) == set(lengths)
-        rows.append(Row(entry, protocol, budget, parts, complete, errors, known))
+        cut = next((one.cut for one in ones if one.cut is not None), None)
+        rows.append(Row(entry, protocol, budget, parts, complete, errors, known, cut))
     return sorted(rows, key=lambda row: (row.protocol, row.budget or 0.0, not row.matched, row.place))
 
 

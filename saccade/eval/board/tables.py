@@ -45,6 +45,7 @@ class Columns:
     bytes: bool
     recall: bool
     drift: bool
+    times: bool
 
     @classmethod
     def of(cls, rows: Sequence[Row], lengths: Sequence[int]) -> Columns:
@@ -57,6 +58,7 @@ class Columns:
             any(row.read is not None for row in rows),
             any(row.recall is not None for row in rows),
             any(row.kl is not None for row in rows),
+            any(row.time is not None for row in rows),
         )
 
     @property
@@ -68,7 +70,8 @@ class Columns:
             "keys read",
             *(["bytes read"] if self.bytes else []),
             *(["recall"] if self.recall else []),
-            *(["KL, nats [95 %]", "tokens that agree", "time, of dense's"] if self.drift else []),
+            *(["KL, nats [95 %]", "tokens that agree"] if self.drift else []),
+            *(["time, of dense's"] if self.times else []),
             *(["p (McNemar)", "n"] if self.answered else []),
             "setting",
         )
@@ -79,7 +82,11 @@ def budget_table(rows: Sequence[Row], budget: float, columns: Columns) -> Table:
     own = [row for row in rows if row.budget == budget]
     off = sum(not row.matched for row in own)
     said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
-    said += f"; {off} below them could not be set to read that many keys, so no rank is theirs." if off else "."
+    said += (
+        f"; {off} below them could not be set to read that many keys, or were cut short, so no rank is theirs."
+        if off
+        else "."
+    )
     lines = tuple(line_of(row, columns) for row in own)
     return Table(f"At equal keys: {100 * budget:g} % of what dense reads", columns.head, lines, said, 3)
 
@@ -92,7 +99,7 @@ def line_of(row: Row, columns: Columns) -> Line:
         [part.policy for part in row.parts.values()] or [one.policy for one in row.drifts.values()]
     )
     counted = [f"{min(chances):.2g}" if chances else "–", str(row.loss.n) if row.loss else "–"]
-    drift = (_nats(row.kl), _share(row.agree), "–" if row.time is None else f"{row.time:.2f}")
+    drift = _nats(row.kl), _share(row.agree)
     cells = (
         *([_lost(row.loss)] if columns.answered else []),
         *(_mean_lost(row.families.get(name)) for name in columns.families),
@@ -101,12 +108,15 @@ def line_of(row: Row, columns: Columns) -> Line:
         *([_share(row.read)] if columns.bytes else []),
         *([_share(row.recall)] if columns.recall else []),
         *(drift if columns.drift else []),
+        *(["–" if row.time is None else f"{row.time:.2f}"] if columns.times else []),
         *(counted if columns.answered else []),
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
     )
     note = ""
     if row.errors:
         note = row.errors[0]
+    elif row.cut is not None:
+        note = f"cut after {row.cut:g} s"
     elif not row.complete:
         note = "not finished at every length"
     elif row.budget is not None and not row.matched:

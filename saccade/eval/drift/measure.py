@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: b
     """Prefill a passage's context and force its other tokens as decode steps, under ``policy``. Returns logits fp32
     [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, the share of searches,
     and with ``weights`` the weight kept), ``coverage_estimated``, ``notes``, and ``heads``: of each phase the share
-    of their keys that query heads read, by layer. RequestError where the run fails."""
+    of their keys that query heads read, by layer. Its ``seconds`` are of a second run where kernels were compiled or
+    steps recorded in the first, unless weights are measured. RequestError where the run fails."""
     ids, context = list(passage.ids[:-1]), passage.context
     logits = torch.empty(passage.steps, llm.model.spec.vocab_size)
     seen = torch.zeros(passage.steps, dtype=torch.bool)
@@ -46,21 +48,36 @@ def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: b
         logits[position - context] = row.cpu()
         seen[position - context] = True
 
-    message = AddRequest(
-        new_request_id(), ids, SamplingParams(temperature=0, max_tokens=1), policy, decoded=passage.steps
-    )
-    with observing_logits(llm.engine, take):
-        if weights:
-            with observing(llm.engine, kept), llm.loop.asked([message]) as streams:
-                (outcome,) = finished(streams)
-        else:
-            with llm.loop.asked([message]) as streams:
-                (outcome,) = finished(streams)
-    if outcome.error is not None:
-        raise RequestError(f"'{policy.text}' failed over this text: {outcome.error}")
+    def ask() -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        message = AddRequest(new_request_id(), ids, params, policy, decoded=passage.steps)
+        with llm.loop.asked([message]) as streams:
+            (outcome,) = finished(streams)
+        if outcome.error is not None:
+            raise RequestError(f"'{policy.text}' failed over this text: {outcome.error}")
+        return outcome.report
+
+    recorded = llm.loop.statistics().graphs
+    with observing_logits(llm.engine, take), observing(llm.engine, kept) if weights else nullcontext():
+        report = ask()
     if not bool(seen.all()):
         raise RequestError(f"'{policy.text}' ran {int(seen.sum())} of {passage.steps} forced tokens as decode steps")
-    return logits, _what_ran(outcome.report, kept, sparse)
+    found = _what_ran(report, kept, sparse)
+    if not weights and (report["compiled_kernels"] or _records(recorded, llm.loop.statistics().graphs)):
+        if report["cached_tokens"] < context:
+            llm.reset_prefix_cache()  # what the first run computed, the second is to compute too
+        with observing_logits(llm.engine, lambda request, position, row: None):
+            again = ask()
+        for phase in ("prefill", "decode"):
+            if again[phase]["tokens"] == report[phase]["tokens"]:
+                found[phase]["seconds"] = again[phase]["seconds"]
+    return logits, found
+
+
+def _records(before: tuple[int, int] | None, after: tuple[int, int] | None) -> bool:
+    """Whether steps were recorded in graphs between two counts of these, each with how many there may be: a full store
+    stays as it is."""
+    return after is not None and (after != before or after[0] == after[1])
 
 
 def compared(logits: Tensor, dense: Tensor, passage: Passage) -> dict[str, list[float]]:
