@@ -102,6 +102,8 @@ def draw(q: Tensor, kv: KVView, shape: Shape, tables: HashTables, asked: Tensor)
     with -ln(chance + guard) for a bias, beside all keys that are in no table (MagicPIG, arXiv:2410.16179). ``q``
     [heads, 1, head_dim]. Also how many were drawn, all heads together."""
     exact = tables.first + shape.k_len - tables.last
+    if kv.in_pieces:  # the kernel that looks into buckets reads keys where they lie, which is nowhere for some
+        tables = tables.with_codes()
     how = _compare if tables.buckets is None else _draw
     sampled = how(q, kv, shape, tables, asked.contiguous())
     return sampled, sampled.tokens.indices.numel() - shape.heads * exact
