@@ -411,7 +411,9 @@ def test_a_forced_answer_of_a_random_model_is_calls(name, tokens):
     end = hf.convert_tokens_to_ids("</s>")
     compiler, words, draw = Compiler(hf, len(hf), [end]), Words(hf), random.Random(name)
     functions, met = [tool["function"] for tool in FORCED], set()
-    for number in range(8):
+    for number in range(40):
+        if number >= 8 and len(met) == 2:  # which one is drawn depends on the grammar's version
+            break
         most = None if number % 2 else 1
         source = format.grammar(functions, most, words)
         if name == "harmony" and number > 3 and tokens == "marks":  # text would have to end thoughts letter by letter
