@@ -362,7 +362,9 @@ def test_a_store_counts_the_tokens_of_another_format_as_computed_again(model, tm
         session.generate(ids, GREEDY)
     with LLM(model, **OPTIONS, session_dir=str(tmp_path), kv_dtype="int8") as llm, llm.session(name="one") as session:
         output = session.generate(ids[:20], GREEDY)
-        assert "computed again" in str(output.report["notes"])
+        said = str(output.report["notes"])
+        assert "computed again" in said
+        assert "kv_dtype='auto' with kv_rotate=False reads it" in said
         assert llm.sessions.counts["tokens_recomputed"] >= len(ids)
 
 

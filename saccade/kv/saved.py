@@ -13,7 +13,7 @@ from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.format import VERSION, KVFormat
 from saccade.kv.grouped_sequence import open_kv
-from saccade.kv.row_formats import AUTO
+from saccade.kv.row_formats import AUTO, CODED
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import KINDS, kept_dtype, parts_of
 from saccade.kv.view import KVView
@@ -162,7 +162,11 @@ def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: i
     for part, rows in zip((k, v), format.parts):
         expected = (layers, format.kv_heads, k.shape[2] if count is None else count, rows.width(format.head_dim))
         if part.dtype != rows.dtype(format.dtype):
-            raise SaccadeError(f"stored rows are {part.dtype}, not {rows.dtype(format.dtype)}")
+            named = CODED[part.dtype].name if part.dtype in CODED else "auto' or 'bf16"
+            raise SaccadeError(
+                f"stored rows are {part.dtype}, not {rows.dtype(format.dtype)}: this engine has "
+                f"kv_dtype={rows.name!r}; kv_dtype='{named}' would read them"
+            )
         if part.shape != expected:
             raise SaccadeError(f"stored rows have the shape {list(part.shape)}, not {list(expected)}")
     return k, v
