@@ -122,7 +122,7 @@ def layout_of(config: EngineConfig, model: LoadedModel) -> KVFormat:
             "dtype alone; leave kv_dtype at 'auto'"
         )
     turned = _turns(config, rows, model)
-    balanced = turned and model.runner.balances_modules
+    balanced = turned and model.balances_modules
     sizes = spec.dtype, spec.kv_heads, spec.head_dim, config.block_size
     return KVFormat(*sizes, rows, rows, turned, balanced, spec.value_dim)
 

@@ -24,6 +24,7 @@ from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, ModelError, PolicyError, RequestError, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.families import FAMILIES
+from saccade.models.key_turns import PLAIN
 from saccade.models.rebuilt import cache_argument
 from saccade.transformers import SaccadeCache, configure, report
 from saccade.transformers.__main__ import main
@@ -142,9 +143,10 @@ def test_a_policy_gives_the_engines_tokens_and_reads_its_keys(folder, ours, poli
     assert report(ours)[0]["prefill"]["keys_causal"] == 3 * 300 * 301 // 2
 
 
-def test_keys_and_values_of_eight_bits_give_the_engines_tokens(tmp_path):
-    """Of a model whose keys have no bias, which the engine alone balances by; with beams, too."""
-    made = make_checkpoint("mistral", tmp_path, max_position_embeddings=1024, head_dim=16)
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_keys_and_values_of_eight_bits_give_the_engines_tokens(tmp_path, family):
+    """Of a model whose keys have no bias, and of one whose have, by which they are balanced; with beams, too."""
+    made = make_checkpoint(family, tmp_path, max_position_embeddings=1024, head_dim=16)
     model, inputs = load(made, kv_dtype="int8", prefill_chunk=128), batch((140, 30))
     found = model.generate(**inputs, **greedy(6), saccade="topk(k=24)")[:, 140:].tolist()
     settings = {"dtype": "float32", "prefill_chunk": 128, "kv_memory": "32MiB", "generation_config": "none"}
@@ -153,7 +155,10 @@ def test_keys_and_values_of_eight_bits_give_the_engines_tokens(tmp_path):
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy="topk(k=24)")
     assert found == [output.outputs[0].token_ids for output in outputs]
-    assert runtime_of(model.config).running.pool.format.turned
+    runtime = runtime_of(model.config)
+    assert runtime.running.pool.format.turned
+    turns = [runtime.turn_of(layer.self_attn) for layer in model.model.layers]
+    assert all((turn is PLAIN) == (family == "mistral") for turn in turns)
     assert model.generate(**inputs, **greedy(4), num_beams=3).shape == (2, 144)
 
 

@@ -59,22 +59,23 @@ def turns_of(weights: LlamaWeights) -> list[KeyTurn]:
 
 def turns_of_modules(layers: Sequence[Any], family: Family, config: Any) -> list[KeyTurn]:
     """Of every layer of a model that runs as transformers' modules, by layer of the model, those that do not attend
-    too. What norms its keys behind the bias, or may not rotate them, is not balanced."""
+    too."""
     part = "self_attn" if family.keeping is None else family.keeping.attention
+    return [turn_of_module(getattr(layer, part, None), family, config) for layer in layers]
+
+
+def turn_of_module(module: Any, family: Family, config: Any) -> KeyTurn:
+    """Of transformers' attention ``module``, None for a layer without. What norms its keys behind the bias, or may not
+    rotate them, is not balanced."""
+    query, key = (getattr(getattr(module, name, None), "bias", None) for name in ("q_proj", "k_proj"))
+    normed = any(getattr(module, name, None) is not None for name in ("k_norm", "k_layernorm"))
+    still = normed or family.rotary is None or family.some_layers_unrotated
+    if module is None or still or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return PLAIN
+    size = int(module.head_dim)
     rope = getattr(config, "rope_parameters", None) or {}
-    turns = []
-    for layer in layers:
-        module = getattr(layer, part, None)
-        query, key = (getattr(getattr(module, name, None), "bias", None) for name in ("q_proj", "k_proj"))
-        normed = any(getattr(module, name, None) is not None for name in ("k_norm", "k_layernorm"))
-        still = normed or family.rotary is None or family.some_layers_unrotated
-        if module is None or still or not isinstance(query, Tensor) or not isinstance(key, Tensor):
-            turns.append(PLAIN)
-            continue
-        size = int(module.head_dim)
-        rotated = int(size * float(rope.get("partial_rotary_factor", 1.0)))
-        turns.append(balanced(key, len(query) // size, size, rotated, family.rotates_neighbours))
-    return turns
+    rotated = int(size * float(rope.get("partial_rotary_factor", 1.0)))
+    return balanced(key, len(query) // size, size, rotated, family.rotates_neighbours)
 
 
 def balanced(bias: Tensor, heads: int, head_dim: int, rotated: int | None = None, neighbours: bool = False) -> KeyTurn:

@@ -66,6 +66,11 @@ class LoadedModel:
         return self.found.get()
 
     @property
+    def balances_modules(self) -> bool:
+        """See HFRunner."""
+        return self.runner.balances_modules
+
+    @property
     def weight_bytes(self) -> int:
         """What a decode step reads of the weights: all but embeddings that are no output layer too."""
         if self.runner.llama is not None:

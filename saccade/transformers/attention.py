@@ -44,7 +44,7 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = taken_in(runtime_of(module.config).source(layer), k)
     if cache is not None:
-        return cache.attend(layer, q, k, v, mask, spec)
+        return cache.attend(module, q, k, v, mask, spec)
     if k.shape[2] != q.shape[2]:
         raise SaccadeError(
             f"{q.shape[2]} rows over {k.shape[2]} keys of a cache that is not saccade's; use model.generate, or give "
@@ -54,7 +54,7 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
     cache = _scratch.get(id(config)) if layer else None
     if cache is None:
         cache = _scratch[id(config)] = SaccadeCache._of(runtime_of(config))
-    out = cache.attend(layer, q, k, v, mask, spec)
+    out = cache.attend(module, q, k, v, mask, spec)
     if layer == cache.runtime.layers - 1:
         cache.ended([0] * cache.batch_size)
         _scratch.pop(id(config)).reset()

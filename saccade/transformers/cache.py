@@ -19,7 +19,6 @@ from saccade.engine.watch.report import Report
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.interface import LayerAttention
-from saccade.models.key_turns import PLAIN
 from saccade.transformers.rows import Pass, Places, Row
 from saccade.transformers.runtime import Runtime, runtime_of, text_config, usable
 
@@ -157,18 +156,19 @@ class SaccadeCache(Cache):
             row.report.finish(tokens)
 
     @torch.inference_mode()
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention) -> Tensor:
-        """Store, unless they are an earlier layer's, and attend: [batch, rows, heads, head_dim]. ``mask`` bool [batch,
-        columns with these]."""
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: LayerAttention) -> Tensor:
+        """Store, unless they are an earlier layer's, and attend: [batch, rows, heads, head_dim]. ``module``: a layer's,
+        of transformers. ``mask`` bool [batch, columns with these]."""
+        layer: int = module.layer_idx
         with self._breaking():
             if self._pass is None:
                 self._check()
                 self._pass = self._planned(q, k, mask, spec)
             stores = self.runtime.source(layer) == layer
             if self.runtime.run_on(q, k).pool.format.turned:
-                q, k = q.clone(), k.clone() if stores else k
+                q, k, turn = q.clone(), k.clone() if stores else k, self.runtime.turn_of(module)
                 for row in range(len(q)):
-                    PLAIN.turn(q[row], k[row] if stores else None)
+                    turn.turn(q[row], k[row] if stores else None)
             out = self._pass.run(layer, q, k if stores else None, v if stores else None, spec)
             if self._pass.over:
                 self._pass.finish()

@@ -28,6 +28,7 @@ from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES, configured_shapes, configured_windows, keeping_layers, read_layers
 from saccade.models.hf_config import max_position
 from saccade.models.interface import ModelSpec
+from saccade.models.key_turns import KeyTurn, turn_of_module
 from saccade.ops import fa4
 from saccade.pools import make_pool
 
@@ -42,6 +43,7 @@ class Shown:
 
     spec: ModelSpec
     device: torch.device
+    balances_modules: bool = False  # of keys that are stored for others; a cache's are its own model's
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Runtime:
         self.memories = Memories()
         self.reports: list[Report] = []
         self.running: Running | None = None
+        self._turns: dict[int, KeyTurn] = {}
 
     @property
     def layers(self) -> int:
@@ -96,6 +99,13 @@ class Runtime:
     def source(self, layer: int) -> int:
         """Whose keys and values a layer reads: its own number where it stores some."""
         return self.reads[layer] if self.reads else layer
+
+    def turn_of(self, module: Any) -> KeyTurn:
+        """How its queries and keys are turned where keys are (``kv_rotate``), by the first that is seen of a layer."""
+        layer = module.layer_idx
+        if layer not in self._turns:
+            self._turns[layer] = turn_of_module(module, FAMILIES[self.config.model_type], self.config)
+        return self._turns[layer]
 
     @property
     def config(self) -> Any:

@@ -177,7 +177,8 @@ class OtherRank(RankWorker):
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
         with self._in_step():
             result = self.run(step, times, goes_on)
-        ends = outcomes(self._group, step, result, self.memories)
+        gone = [self.memories[one.sequence_id].has_gone for one in step.scheduled]
+        ends = outcomes(self._group, step, result, gone)
         keep_moved(step, result, self._kept)
         keep_counts(step, result, ends, tiered_rows(step, self.memories), self._kept)
         share_rows(self._group, step, result, ends)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.ranks.link import Group
 from saccade.engine.steps.step import StepInput, StepResult
 
@@ -24,15 +23,14 @@ class Outcome(NamedTuple):
     gone: bool
 
 
-def outcomes(
-    group: Group, step: StepInput, result: StepResult, memories: Mapping[int, SequenceMemory]
-) -> list[Outcome]:
-    """Of each request of ``step``; all ranks call it. The one message over the host that each step needs: the first
-    rank chooses tokens, and has blocks filled, by rows that must have come through on every rank."""
+def outcomes(group: Group, step: StepInput, result: StepResult, gone: Sequence[bool]) -> list[Outcome]:
+    """Of each request of ``step``; all ranks call it. ``gone``: whether earlier turns evicted keys of each here.
+    The one message over the host that each step needs: the first rank chooses tokens, and has blocks filled, by rows
+    that must have come through on every rank."""
     own = []
-    for one in step.scheduled:
+    for one, evicted in zip(step.scheduled, gone, strict=True):
         found = result.requests[one.request_id]
-        own.append((found.is_good, not found.lost, len(found.calls), not memories[one.sequence_id].has_gone))
+        own.append((found.is_good, not found.lost, len(found.calls), not evicted))
     asked = torch.tensor(own, dtype=torch.int64, device="cpu")
     least = torch.stack(group.gather(asked)).amin(0).tolist()
     return [

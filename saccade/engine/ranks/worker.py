@@ -138,7 +138,8 @@ class FirstRank(RankWorker):
                 result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(failed_rows(step, result)):  # a rank may be lost behind the last sum
                 group, tiered = self._link.group, tiered_rows(step, self.memories)
-                ends = outcomes(group, step, result, self.memories)
+                gone = [self.memories[one.sequence_id].has_gone for one in step.scheduled]
+                ends = outcomes(group, step, result, gone)
                 note_failed(step, result, ends)
                 keep_counts(step, result, ends, tiered, self._kept)
                 heads = self.setting.part

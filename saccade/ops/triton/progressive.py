@@ -46,9 +46,9 @@ from saccade.selection.forms import Rule
 MOST_KEYS = 512  # of one microbatch
 PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
 CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of 8 bits
-INT8 = Tiles(keys=32, warps=1, stages=2, registers=None, resident=8)  # of blocks that are no larger than a tile
-# Where so few units are served that INT8's programs would not fill the device.
-INT8_FEW = Tiles(keys=64, warps=4, stages=2, registers=None, resident=2)
+# Of integers with scales, in blocks that are no larger than a tile; and where those programs would not fill the device.
+SCALED = Tiles(keys=32, warps=1, stages=2, registers=None, resident=8)
+SCALED_FEW = Tiles(keys=64, warps=4, stages=2, registers=None, resident=2)
 WINDOW = 64  # published microbatches looked at in one go
 WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
@@ -76,9 +76,9 @@ def tiles_for(q: Tensor, pages: Pages, size: int, units: int) -> Tiles:
     stored = format_of(pages.k, q.dtype)
     if not stored.coded or q.dtype == torch.float32 or q.shape[-1] > 128:
         return PLAIN
-    if pages.k.dtype != torch.int8 or size > INT8.keys:
+    if pages.k.dtype != torch.int8 or size > SCALED.keys:
         return CODES
-    return INT8 if INT8.resident * processors(q.device) // units <= WINDOW else INT8_FEW
+    return SCALED if SCALED.resident * processors(q.device) // units <= WINDOW else SCALED_FEW
 
 
 def attend_progressive(
