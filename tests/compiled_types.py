@@ -100,7 +100,7 @@ OTHERS = {
     fp8_tiles._centre: {"found": "*fp32"},
     fp8_tiles._pack: {"rows": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "centre": "*fp32"},
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
-    fp8._gated: FP8,
+    fp8._gated: {**FP8, **dict.fromkeys(("gates", "ups"), "*bf16")},
     fp8._heads: {**FP8, "attended": "*bf16"},
     triton_one_launch._choose: {
         **dict.fromkeys(("tables", "lengths", "counts", "indices", "bounds"), "*i32"),
