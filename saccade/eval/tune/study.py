@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from saccade.eval.drift.recommend import BOUND
 from saccade.eval.drift.study import EXACT, ROUNDED, Source
 from saccade.eval.setting import load
 from saccade.eval.tune.ladders import LADDERS, Ladder
-from saccade.eval.tune.trial import ROUNDING, Limits, Text, Trial, Tried, is_safe, mean
+from saccade.eval.tune.trial import ROUNDING, Limits, Text, Trial, Tried, is_safe
 from saccade.llm import LLM
 from saccade.machine import available_bytes, show_bytes
 from saccade.methods.policy import Policy
@@ -130,7 +131,7 @@ def _densities(llm: LLM, tuned: Tuned, chosen: Tried, tried: Sequence[Tried]) ->
             ran = next(one for one in tried if Policy.parse(one.policy).prefill == method)
         rows = ran.heads.get(phase, [])
         if len(rows) == spec.layers and not method.is_dense:
-            found[phase] = tuple(tuple(mean(row[at : at + group]) for at in range(0, len(row), group)) for row in rows)
+            found[phase] = tuple(tuple(fmean(row[at : at + group]) for at in range(0, len(row), group)) for row in rows)
     return HeadDensities(tuned.policy, tuned.text, tuned.made, **found)
 
 
@@ -235,7 +236,7 @@ def _roundings(llm: LLM, config: EngineConfig, texts: Sequence[Text], note: Say)
         for one in texts:
             logits, _ = run(second, one.passage, Policy(), weights=False)
             exact, rounded = (one.dense, logits) if other == ROUNDED else (logits, one.dense)
-            found[one.name] = mean(compared(rounded, exact, one.passage)["agree"])
+            found[one.name] = fmean(compared(rounded, exact, one.passage)["agree"])
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -106,7 +107,7 @@ class Trial:
             first = first or ran
             found = compared(own, over.dense, over.passage)
             high = stretch_interval(found["kl"], min(STRETCH, len(found["kl"])), seed=self.seed).high
-            drifts.append((mean(found["kl"]), high, mean(found["agree"])))
+            drifts.append((fmean(found["kl"]), high, fmean(found["agree"])))
             why = limits.why_not(policy, *drifts[-1])
             if why is not None:
                 why = f"{why} ({over.name})" if len(self.texts) > 1 else why
@@ -115,7 +116,3 @@ class Trial:
         seconds, beside = (one[phase]["seconds"] for one in (first, self.texts[0][0].base))
         density = first[phase]["density"] or 1.0
         return Tried(text, phase, max(kl), max(highs), min(agree), density, seconds, beside, why, first["heads"])
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -33,8 +33,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float, near: in
     upto = torch.empty(2, heads, n, dtype=torch.int32, device=device)
     worth = torch.empty(2, heads, n, dtype=torch.float64, device=device)
     fresh = torch.zeros(2, heads, n, dtype=torch.int32, device=device)
-    fresh[1, 0, :near] = torch.arange(near, device=device)
-    fresh[1, 1:, :near] = fresh[1, 0, :near]
+    fresh[1, :, :near] = torch.arange(near, device=device)
     goals = share * gains[0].sum(1).double()
     rows = pad(m)
     _rounds[(heads,)](
