@@ -19,7 +19,8 @@
 # MOST_SECONDS (default: 240) is what a setting may take: then it is ended, keeps what it has answered, gets no rank, and
 # the next call goes on with it. The slowest whose steps are recorded, snapkv at 32K, took 200 beside three boards.
 #
-# MORE: options for all of them. FREE: "0=139 1=139", GiB of each GPU, where nvidia-smi does not say.
+# KEYS (default: "256 512 128"): budgets of boards whose budgets are keys, the first one first. MORE: options for all of
+# them. FREE: "0=139 1=139", GiB of each GPU, where nvidia-smi does not say.
 # DRY=1024 DEVICE=cpu: the same boards at that length, few keys, samples and forced tokens, to see that each of them runs.
 set -u
 root="$(cd "$(dirname "$0")/../.." && pwd)"
@@ -40,7 +41,7 @@ first="psa lfps locks quest arkvale cis snapkv" # in the order in which they run
 # Steps of these are recorded on a GPU, but rocketkv's, which run row by row: the board takes such methods last.
 decode="$(named $first streaming topk adakv loopserve rocketkv)$lesser"
 prefill="$(named sampled_rows flexprefill minference xattention flashprefill infllm)"
-at="--protocol B --keys 256 --keys 512 --keys 128 --recall 0"
+at="--protocol B $(printf -- '--keys %s ' ${KEYS:-256 512 128})--recall 0"
 asked="--each 24 --limit 8 --limit 24 $tasks"
 # 15 of G's 18 layers read a window of 512 at every setting: at 16K dense attention reads 19.5 % of the keys, and nothing
 # less than 2.7 %, which is more than 256 keys. Its budgets are shares that lie between.

@@ -12,7 +12,7 @@ from saccade.ops.triton import batched_best
 from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_best import parts_of
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.code_products import products, queries
+from saccade.ops.triton.code_products import lines_for, products, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.readers import key_codes
 
@@ -61,7 +61,7 @@ def score_heads(
         KV_HEADS=kv_heads,
         UNITS=units,
         PER=per,
-        PER_PAD=pad(per),
+        PER_PAD=lines_for(per, rows.pages.k, q.dtype),
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=rows.pages.k.shape[2],
@@ -144,7 +144,7 @@ def _score(
         weight = tl.zeros([PER_PAD], tl.float32)
         for _ in tl.range(split, tiles, tl.num_programs(0)):
             k, k_scale = key_codes(
-                k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE, q.shape[0]
+                k_pool, place[:, None], channel[None, :], (number < count)[:, None], D, TYPE, PER_PAD
             )
             here = number
             number += hop

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saccade.ops.triton.batch import KeyLists
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.code_products import products, queries
+from saccade.ops.triton.code_products import lines_for, products, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.readers import key_codes
 
@@ -48,7 +48,7 @@ def weigh_lists(rows: LayerRows, lists: KeyLists, lse: Tensor, out: Tensor, star
         KV_HEADS=kv_heads,
         UNITS=units,
         PER=per,
-        PER_PAD=pad(per),
+        PER_PAD=lines_for(per, rows.pages.k, q.dtype),
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=rows.pages.k.shape[2],
@@ -104,7 +104,7 @@ def _weigh(
         # Where the next keys lie is looked up while these are on their way.
         number = after
         valid = number < count
-        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
+        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], valid[:, None], D, TYPE, PER_PAD)
         after += hop
         place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
         key = tl.load(ids + after + hop, mask=after + hop < count, other=0)

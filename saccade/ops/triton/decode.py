@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.kv.row_formats import format_of
 from saccade.ops.layout import rows
 from saccade.ops.triton.batch import KeyLists, Pages, even_splits
-from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
+from saccade.ops.triton.code_products import add_values, lines_for, no_values, products, put_sums, queries
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_places, precision, processors
 from saccade.ops.triton.key_runs import listed, seen_of, spread
 from saccade.ops.triton.latents import attend_latents, share_of
@@ -161,7 +161,7 @@ def attend_decode(
         KV_HEADS=kv_heads,
         UNITS=units,
         PER=per,
-        PER_PAD=pad(per),
+        PER_PAD=lines_for(per, pages.k, q.dtype),
         ROWS=each,
         D=head_dim,
         D_PAD=pad(head_dim),
@@ -256,10 +256,8 @@ def _decode(
     # here, which would, but at the launch, which concerns what products read.
     for _ in tl.range(split, tiles, splits):
         k_rows, v_rows = spread(k_row, k_more, step, RUN, KEYS), spread(v_row, v_more, step, RUN, KEYS)
-        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
-        v, odd, v_scale = value_codes(
-            v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0]
-        )
+        k, k_scale = key_codes(k_pool, k_rows[:, None], channel[None, :], seen[:, None], D, TYPE, PER_PAD)
+        v, odd, v_scale = value_codes(v_pool, v_rows[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, PER_PAD)
         valid, at = seen, spread(number, number + RUN, step, RUN, KEYS)
         number += hop
         seen = seen_of(number, count, after, after_other, length, step, RUN, KEYS)

@@ -22,7 +22,7 @@ from saccade.kv.row_formats import format_of
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Guesses
-from saccade.ops.triton.code_products import add_values, no_values, products, put_sums, queries
+from saccade.ops.triton.code_products import add_values, lines_for, no_values, products, put_sums, queries
 from saccade.ops.triton.common import (
     LOG2E,
     also,
@@ -141,8 +141,8 @@ def attend_progressive(
         lse if guesses is None else guesses.blocks, lse if guesses is None else guesses.left, part_out, part_lse, words,
         arrivals(device, units), used, q.stride(0), q.stride(1), *pages.table_strides, scale * LOG2E, softcap or 0.0,
         rule.epsilon, rule.margin, parts, ahead, ranked, 0 if guesses is None else guesses.left.shape[2],
-        always.shape[1], held_back, *pages.far, FAR=pages.host is not None, KV_HEADS=kv_heads, PER_PAD=pad(group),
-        D=head_dim, D_PAD=pad(head_dim),
+        always.shape[1], held_back, *pages.far, FAR=pages.host is not None, KV_HEADS=kv_heads,
+        PER_PAD=lines_for(group, pages.k, q.dtype), D=head_dim, D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2], SIZE=size, BLOCKS=pad(rule.microbatch, 1), TILE=tile, CAPPED=softcap is not None,
         PRECISION=precision(q.dtype), GROUP=group,
         FEW=pad(group, 256 // WINDOW),  # no two threads look at one word: they might not see the same
@@ -246,9 +246,9 @@ def _read(
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
-            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE, q.shape[0])
+            k, k_scale = key_codes(k_pool, k_row[:, None], channel[None, :], valid[:, None], D, TYPE, PER_PAD)
             v, odd, v_scale = value_codes(
-                v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE, q.shape[0]
+                v_pool, v_row[:, None], channel[None, :], valid[:, None], D, D_PAD, TYPE, PER_PAD
             )
             seen = valid
             # Where the next keys lie is looked up a tile ahead, at the end those of the next turn, and their numbers

@@ -43,6 +43,13 @@ def in_codes(stored, TYPE, LINES):
     return coded and TYPE in (tl.float16, tl.bfloat16) and LINES <= 16 and cuda_capability_geq(8, 9)
 
 
+@triton.constexpr_function
+def turned(stored, TYPE, LINES):
+    """Whether keys are the rows of products with up to 8 queries, their columns, and values those of what is summed:
+    half of a product's 16 rows would be of no query."""
+    return LINES <= 8 and in_codes(stored, TYPE, LINES)
+
+
 @triton.jit
 def key_codes(k_pool, row, channel, there, D: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr):
     """Keys as float16 codes, and by what products with them are to be multiplied, fp32 [rows, 1], where
@@ -71,10 +78,14 @@ def value_codes(
     v_pool, row, channel, there, D: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr, LINES: tl.constexpr
 ):
     """As :func:`key_codes`, of values, the even channels and the odd ones apart: two codes are one number of 16 bits,
-    for which there are transposed copies out of shared memory. Else values, and nothing that counts."""
+    for which there are transposed copies out of shared memory. Else values, and nothing that counts. Where
+    :func:`turned`, keys are the last dimension of all three."""
+    TURNED: tl.constexpr = turned(v_pool.dtype.element_ty, TYPE, LINES)
     if in_codes(v_pool.dtype.element_ty, TYPE, LINES):
         if v_pool.dtype.element_ty == tl.uint8:
             pair = tl.arange(0, D_PAD // 2)[None, :]
+            if TURNED:
+                row, pair, there = tl.trans(row), tl.trans(pair), tl.trans(there)
             at = (v_pool + row * (D + MORE)).to(tl.pointer_type(tl.uint16)) + pair
             found = _get(at, pair * 2, there, D)
             even, odd = e4m3_pairs(found)
@@ -85,9 +96,12 @@ def value_codes(
             run = tl.arange(0, RUNS)[:, None, None]
             pair = run * EACH + tl.arange(0, EACH)[None, None, :]
             at = row[None] * width_of(tl.int8, D)
+            there = there[None]
+            if TURNED:
+                at, pair, there = tl.trans(at, 0, 2, 1), tl.trans(pair, 0, 2, 1), tl.trans(there, 0, 2, 1)
             found = _get((v_pool + at).to(tl.pointer_type(tl.uint16)) + pair, pair * 2, None, D)
             even, odd = int8_pairs(found)
-            return even, odd, _run_scales(v_pool, at, run, there[None], D)
+            return even, odd, _run_scales(v_pool, at, run, there, D)
     else:
         none = tl.full([1, 1], 1.0, tl.float32)
         return _load(v_pool, row, channel, there, D, TYPE), none, none
