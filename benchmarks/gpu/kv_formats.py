@@ -37,9 +37,11 @@ CODED = [FORMATS[name] for name in os.environ.get("CODED", "int8,fp8").split(","
 SCALE = HEAD_DIM**-0.5
 TRIED = (
     decode.CODES,
+    decode.FEW_E4M3,
+    decode.FEW_INT8,
+    Tiles(64, 1, 2, None, 8),
     Tiles(32, 1, 4, None, 8),
-    Tiles(32, 1, 3, 168, 12),
-    Tiles(32, 1, 3, None, 10),
+    Tiles(16, 1, 3, None, 20),
     Tiles(64, 2, 3, None, 4),
     Tiles(64, 1, 3, None, 8),
     Tiles(64, 4, 3, 128, 4),

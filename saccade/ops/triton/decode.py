@@ -41,6 +41,10 @@ class Tiles(NamedTuple):
 PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
 # Codes take half the time on their way, and work that warps of a program would share; one waits for no others.
 CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
+# Of up to 8 rows of a product, of e4m3; and of int8, where all keys are read: rows at multiples of 4 bytes come in
+# small pieces through the first cache, which holds what few keys share.
+FEW_E4M3 = Tiles(keys=32, warps=1, stages=2, registers=None, resident=12)
+FEW_INT8 = Tiles(keys=16, warps=1, stages=3, registers=None, resident=16)
 SOME_CODES = Tiles(keys=64, warps=4, stages=3, registers=None, resident=2)  # of 33 to 64 rows of a product
 MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
 SHARED = 231_424  # bytes of a Hopper GPU's shared memory that a program's tiles and queries may take
@@ -69,15 +73,22 @@ def fitting(tiles: Tiles, q: Tensor, lines: int) -> Tiles:
     return tiles
 
 
-def tiles_for(q: Tensor, pages: Pages, lines: int) -> Tiles:
-    """For ``lines`` rows of a product: what was measured on a Hopper GPU (docs/performance-gpu.md)."""
+def tiles_for(q: Tensor, pages: Pages, lines: int, everything: bool) -> Tiles:
+    """For ``lines`` rows of a product with ``everything`` or with lists: what was measured on a Hopper GPU
+    (docs/performance-gpu.md)."""
     if not format_of(pages.k, q.dtype).coded:
         return PLAIN
     if pad(lines) > 32:
         return SOME_CODES if pad(lines) <= 64 else MANY_CODES
     if pad(lines) > 16 or q.dtype == torch.float32:
         return PLAIN._replace(registers=None)
-    return CODES if pad(q.shape[2]) <= 128 else CODES._replace(warps=2)
+    if pad(q.shape[2]) > 128:
+        return CODES._replace(warps=2)
+    if lines > 8:
+        return CODES
+    if pages.k.dtype != torch.int8:
+        return FEW_E4M3
+    return FEW_INT8 if everything else CODES
 
 
 def attend_decode(
@@ -116,7 +127,7 @@ def attend_decode(
     if together * each > most_lines(q):
         together = share_of(together, max(1, most_lines(q) // each))
     programs, per = heads // together, together * each
-    keys, warps, stages, registers, resident = fitting(tiles or tiles_for(q, pages, per), q, per)
+    keys, warps, stages, registers, resident = fitting(tiles or tiles_for(q, pages, per, lists is None), q, per)
     if splits is None:
         # With less than three tiles of its own, one costs more than it reads.
         highest = max(1, min(-(-most // (3 * keys)), 128))

@@ -46,6 +46,7 @@ from saccade.selection.forms import Rule
 MOST_KEYS = 512  # of one microbatch
 PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
 CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of 8 bits
+FEW_CODES = Tiles(keys=64, warps=1, stages=2, registers=None, resident=8)  # and up to 8 query heads to a KV head
 # Of integers with scales, in blocks that are no larger than a tile; and where those programs would not fill the device.
 SCALED = Tiles(keys=32, warps=1, stages=2, registers=None, resident=8)
 SCALED_FEW = Tiles(keys=64, warps=4, stages=2, registers=None, resident=2)
@@ -77,7 +78,8 @@ def tiles_for(q: Tensor, pages: Pages, size: int, units: int) -> Tiles:
     if not stored.coded or q.dtype == torch.float32 or q.shape[-1] > 128:
         return PLAIN
     if pages.k.dtype != torch.int8 or size > SCALED.keys:
-        return CODES
+        few = q.shape[1] <= 8 * pages.k.shape[1] and pages.k.dtype != torch.int8
+        return FEW_CODES if few and size <= FEW_CODES.keys else CODES
     return SCALED if SCALED.resident * processors(q.device) // units <= WINDOW else SCALED_FEW
 
 
