@@ -81,8 +81,12 @@ class RecordedBlocks(KeptLists):
 
     def words(self, layer: int) -> Sequence[int]:
         state, extremes = self.states[layer], self._extremes[layer]
+        lists, width, counts, since = super().words(layer)
         return Words(
-            *super().words(layer),
+            lists,
+            width,
+            counts,
+            since,
             extremes=extremes.data_ptr(),
             extent=extremes.shape[1],
             ring=self._rings[layer].data_ptr(),
