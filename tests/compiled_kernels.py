@@ -33,6 +33,7 @@ from saccade.methods.lfps import (
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_blocks, triton_choosing, triton_recorded, triton_rounds
+from saccade.methods.rocketkv import triton_recorded as kept_blocks
 from saccade.ops.tile_weights import FORMATS, TILE
 from saccade.ops.triton import (
     antidiagonals,
@@ -265,6 +266,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     ]
     found.append((triton_recorded._remember, decoding, {"num_warps": 1}))
     found.append((triton_choosing._choose_lines, {**listing, "UNITS": 8, "WORDS": best_parts.WORDS, "EARLY": True}, {}))
+    for head_dim, units in ((128, 8), (64, 32), (256, 2)):
+        own = {**decoding, "D": head_dim, "D_PAD": head_dim, "UNITS": units, "KV_HEADS": min(units, 8), "EACH_PAD": 16}
+        own |= {"SLOTS": kept_blocks.RING, "LEAST": kept_blocks.TINY, "BLOCKS": kept_blocks.BLOCKS, "SPAN": 1024}
+        own |= {"PADDED": units, "CAPPED": head_dim == 64}
+        found += [
+            (kept_blocks._take_in, {**own, "EACH_PAD": max(1, 32 // units)}, {"num_warps": 4}),
+            (kept_blocks._score, own, {"num_warps": kept_blocks.WARPS, "num_stages": kept_blocks.STAGES}),
+            (kept_blocks._list_keys, own, {"num_warps": 4}),
+        ]
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "GUESSED": False,
         "MEAN": False,

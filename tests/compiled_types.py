@@ -13,6 +13,7 @@ from saccade.methods.lfps import (
     triton_row_rest,
 )
 from saccade.methods.loopserve import triton_choosing, triton_recorded
+from saccade.methods.rocketkv import triton_recorded as kept_blocks
 from saccade.ops.triton import (
     antidiagonals,
     batched_choice,
@@ -157,6 +158,17 @@ OTHERS = {
     },
     triton_recorded._remember: {"lengths": "*i32", "now": "*i8", "chosen": "*i8", "scored": "*fp64"},
     triton_recorded._line_lists: {"lengths": "*i32", "chosen": "*i8", "counts": "*i32"},
+    kept_blocks._take_in: {
+        **dict.fromkeys(("tables", "lengths", "blocks", "bounds"), "*i32"), "queries": "*bf16", "sides": "*i8",
+        "factors": "*fp32",
+    },
+    kept_blocks._score: {
+        **dict.fromkeys(("blocks", "lengths"), "*i32"), "queries": "*bf16", "sides": "*i8",
+        **dict.fromkeys(("factors", "logits", "sums"), "*fp32"),
+    },
+    kept_blocks._list_keys: {
+        **dict.fromkeys(("lengths", "blocks", "taken", "best", "counts"), "*i32"), "estimated": "*fp64",
+    },
     batched_rank._order: {
         **dict.fromkeys(("lengths", "takes", "denses", "always", "order", "counts", "sorts"), "*i32"),
     },

@@ -47,24 +47,24 @@ def slow(monkeypatch):
 
 
 def test_methods_that_decode_row_by_row_come_behind_all_budgets_and_rounds_of_the_others(tmp_path):
-    names = ["rocketkv", "quest", "twilight", "adakv", "loopserve", "flexprefill"]
+    names = ["topp", "quest", "twilight", "adakv", "rocketkv", "flexprefill"]
     grid = grids.FIXED.changed(lengths=[4096], keys=[128, 256], methods=names, drift=4)
     todo = jobs(grid, {4096: tmp_path}, (1, 5))
     found = slow_last(todo, on_a_gpu)
     assert sorted(map(repr, found)) == sorted(map(repr, todo))
-    last = [job for job in todo if job.name in ("rocketkv", "twilight")]
+    last = [job for job in todo if job.name in ("topp", "twilight")]
     assert found == [job for job in todo if job not in last] + last  # each part in the order in which it was
-    assert {(job.name, job.limit) for job in last} == {(name, n) for name in ("rocketkv", "twilight") for n in (1, 5)}
+    assert {(job.name, job.limit) for job in last} == {(name, n) for name in ("topp", "twilight") for n in (1, 5)}
     assert slow_last(todo, lambda policy: None) == todo
 
 
 def test_on_a_cpu_none_is_said_to_run_row_by_row(tiny_llama):
     with load(EngineConfig(str(tiny_llama), dtype="float32", kv_memory="16MiB")) as llm:
-        assert why_row_by_row(llm, Policy.parse("rocketkv")) is None
+        assert why_row_by_row(llm, Policy.parse("twilight")) is None
     device = SimpleNamespace(why_not=on_a_gpu)
     other = SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(device=device)))
-    assert why_row_by_row(other, Policy.parse("lfps")) is None
-    assert "no batched kernel chooses blocks among kept keys" in why_row_by_row(other, Policy.parse("rocketkv"))
+    assert why_row_by_row(other, Policy.parse("rocketkv(budget=256)")) is None
+    assert "no batched kernel prunes the keys of chosen blocks" in why_row_by_row(other, Policy.parse("twilight"))
 
 
 @pytest.mark.usefixtures("always_right")

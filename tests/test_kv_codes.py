@@ -294,6 +294,7 @@ THOROUGH = [
     "loopserve(alpha=1, budget=40, first=2, n_d=3, observed=2)",
     "snapkv(capacity=40, window=8, unit=q_head)",
     "h2o(budget=40)",
+    "rocketkv(capacity=60, window=8, kernel=5, keys=20, channels=0.5)",
     "hshare(source=prompt, heavy=20, sinks=3, local=5, every=3)",
     "double_sparsity(dense_upto=0, source=prompt, dense_layers=1, k=24, channels=0.5)",
 ]

@@ -19,6 +19,8 @@ from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 from saccade.ops.triton import batched_rows
 
+ROCKET = "rocketkv(capacity=32, window=8, kernel=5, keys=12, block_size=3)"
+
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
@@ -202,7 +204,7 @@ def test_who_draws_goes_on(engines, asked):
     assert asked == [True] * 4
 
 
-@pytest.mark.parametrize("policy", ["psa(epsilon=0.4, microbatch=1)", "lfps(k=9, least=1)"])
+@pytest.mark.parametrize("policy", ["psa(epsilon=0.4, microbatch=1)", "lfps(k=9, least=1)", ROCKET])
 def test_methods_that_count_or_learn_go_on(engines, asked, policy):
     """What they count and learn is that of the steps that were asked for: one ends by a token while the step behind it
     runs, and its turn goes on with other tokens."""

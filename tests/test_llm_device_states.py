@@ -26,6 +26,13 @@ EVICTING = [
     "adakv(capacity=50, window=8)",
 ]
 EVICTING += ["h2o(budget=40)", "h2o(budget=40, unit=q_head, heavy=0.8)", "h2o(budget=300)"]
+ROCKET = "rocketkv(capacity=60, window=8, kernel=5"
+ROCKETS = [
+    f"{ROCKET}, keys=20)",
+    f"{ROCKET}, keys=14, block_size=3, channels=0.25, unit=q_head)",
+    "rocketkv(budget=16)",
+    "rocketkv(capacity=70, window=8, kernel=5, keys=33, block_size=8)",  # reads a prompt of 30 whole at first
+]
 CHOOSING = ["topk(k=24)", "topk(k=0.2, sinks=3, local=5)", "topk(k=24, unit=kv_head, sinks=2, local=4)"]
 CIS = "cis(k=20, sinks=3, local=6, tau=0.0"
 SHARING = [
@@ -99,8 +106,19 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
-QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], LABELLED[5], WINDOWS[1], BY_KEYS}
+EVERY = [*EVICTING, *ROCKETS, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
+QUICK = {
+    EVICTING[1],
+    ROCKETS[1],
+    CHOOSING[2],
+    SHARING[2],
+    FORESEEN[1],
+    LINES[1],
+    LABELLED[3],
+    LABELLED[5],
+    WINDOWS[1],
+    BY_KEYS,
+}
 
 
 def first_of(policies: list[str], count: int = 1) -> list:
@@ -138,7 +156,10 @@ def test_the_papers_other_values_are_the_references(engines, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", first_of(["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})", BY_KEYS])
+    "policy",
+    first_of(
+        ["h2o(budget=40)", ROCKETS[0], f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})", BY_KEYS], 2
+    ),
 )
 def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
     answers = []
@@ -149,10 +170,10 @@ def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
         same(left, right)
 
 
-LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4)", f"{LOOP})"]
+LEARNING = ["h2o(budget=40)", ROCKETS[0], f"{CIS}, follow=1)", f"{LFPS}, blocks=4)", f"{LOOP})"]
 
 
-@pytest.mark.parametrize("policy", first_of(LEARNING))
+@pytest.mark.parametrize("policy", first_of(LEARNING, 2))
 @pytest.mark.parametrize("host", [False, True], ids=["tried again", "served by the host"])
 def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, policy, host):
     """The second layer of the third step fails: what its first layer has written is written again."""
@@ -185,7 +206,16 @@ def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, pol
 
 def test_rows_of_all_methods_join_and_leave_one_step(engines):
     """One batch of every kind, of unequal prompts and answers, beside stateless ones."""
-    policies = [EVICTING[2], EVICTING[3], SHARING[4], SHARING[8], FORESEEN[1], LINES[0], "arkvale(budget=64)"]
+    policies = [
+        EVICTING[2],
+        EVICTING[3],
+        ROCKETS[2],
+        SHARING[4],
+        SHARING[8],
+        FORESEEN[1],
+        LINES[0],
+        "arkvale(budget=64)",
+    ]
     prompts = [random_ids(60 + 11 * at, seed=at) for at in range(len(policies))]
     params = [SamplingParams(temperature=0, max_tokens=2 + at % 3, ignore_eos=True) for at in range(len(policies))]
     own, batched = (one.generate(prompts, params, policy=policies) for one in engines)
@@ -203,7 +233,7 @@ def test_labels_outgrow_their_room(engines, monkeypatch):
     assert own.report["decode"]["selections"].get("blocks", 0) > 0
 
 
-@pytest.mark.parametrize("policy", first_of([*LEARNING[1:3], BY_KEYS]))
+@pytest.mark.parametrize("policy", first_of([*LEARNING[1:4], BY_KEYS]))
 def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     params = SamplingParams(temperature=1.5, max_tokens=5, ignore_eos=True, n=3, seed=7)
     (own,), (batched,) = (one.generate(random_ids(150, seed=2), params, policy=policy) for one in engines)
@@ -211,7 +241,7 @@ def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     assert len({tuple(one.token_ids) for one in own.outputs}) > 1
 
 
-@pytest.mark.parametrize("policy", first_of([*LEARNING, BY_KEYS]))
+@pytest.mark.parametrize("policy", first_of([*LEARNING, BY_KEYS], 2))
 def test_drafts_take_turns_with_recorded_steps(engines, policy):
     """Steps with drafts are the row path's: states go there and come back."""
     prompt = random_ids(120, seed=6)

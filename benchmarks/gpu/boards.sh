@@ -38,7 +38,7 @@ done
 named() { for name in "$@"; do printf -- '--method %s ' "$name"; done; }
 lesser="--without 'psa, cuboids'"
 first="psa lfps locks quest arkvale cis snapkv" # in the order in which they run; the oracle sorts all keys: slow, late
-# Steps of these are recorded on a GPU, but rocketkv's, which run row by row: the board takes such methods last.
+# Steps of these are recorded on a GPU; methods whose steps run row by row, like qrest's, a board takes last.
 decode="$(named $first streaming topk adakv loopserve rocketkv)$lesser"
 prefill="$(named sampled_rows flexprefill minference xattention flashprefill infllm)"
 at="--protocol B $(printf -- '--keys %s ' ${KEYS:-256 512 128})--recall 0"

@@ -111,6 +111,7 @@ def test_tokens_of_a_recorded_question_are_drawn_on_the_device(engines, folder):
 
 AHEAD = ["dense", "streaming(sinks=4, window=64)", "arkvale(budget=128)", "quest(budget=96)"]
 AHEAD += ["psa(epsilon=0.3, microbatch=1)", "lfps(k=24, least=1)", "h2o(budget=96)"]
+AHEAD += ["rocketkv(capacity=100, window=16, kernel=9, keys=40)"]
 
 
 @pytest.mark.parametrize("policy", AHEAD)

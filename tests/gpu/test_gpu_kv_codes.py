@@ -191,6 +191,7 @@ HALVES = [
     "lfps(k=60, unit=kv_head)",
     "topk(k=40)",
     "h2o(budget=80)",
+    "rocketkv(capacity=160, window=16, kernel=9, keys=60)",
     "loopserve(budget=80)",
     "flexprefill(min_budget=64)",
 ]

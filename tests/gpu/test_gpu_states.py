@@ -21,6 +21,9 @@ CIS, LFPS, LOOP = (
 POLICIES = [
     "snapkv(capacity=60, window=8)",
     "adakv(capacity=60, window=8, unit=q_head)",
+    "rocketkv(capacity=120, window=8, kernel=9, keys=40)",
+    "rocketkv(capacity=90, window=16, keys=30, block_size=3, channels=0.25, unit=q_head)",
+    "rocketkv(budget=48)",
     "h2o(budget=60)",
     "h2o(budget=60, unit=q_head)",
     "topk(k=40)",
@@ -114,7 +117,7 @@ def test_one_graph_serves_all_numbers(engines):
     assert max(kind.groups[0].rows for kind in made) >= 16
 
 
-@pytest.mark.parametrize("policy", [POLICIES[2], POLICIES[6], POLICIES[10], POLICIES[14]])
+@pytest.mark.parametrize("policy", [POLICIES[2], POLICIES[5], POLICIES[9], POLICIES[13], POLICIES[17]])
 def test_answers_do_not_change_from_run_to_run(engines, policy):
     """Races would show: the same batch, many times."""
     prompts = [random_ids(300 + at, seed=at) for at in range(16)]

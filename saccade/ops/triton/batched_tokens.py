@@ -76,26 +76,39 @@ def score_heads(
     )
     if each == 1:
         return scores, scores
-    ranks = torch.empty(count, units, width, dtype=torch.float32, device=device)
-    _vote[(parts_of(count * units, width, device), units, count)](
+    counts = None if lists is None else lists.counts
+    return scores, mean_weights(scores, sums, units, none if counts is None else counts, counts is not None, idle)
+
+
+def mean_weights(
+    scores: Tensor, sums: Tensor, units: int, counts: Tensor, each_unit: bool = True, idle: Tensor | None = None
+) -> Tensor:
+    """The mean of the softmax weights of each unit's heads, float32 [rows, units, n]: ``scores`` [rows, heads, n] of
+    base 2, of which ``counts`` (int [rows * units], or without ``each_unit`` [rows]) are there; ``sums`` [rows, heads,
+    splits, 2], parts of their softmax, the greatest score and the sum over it. Heads that are ``idle`` (int8 [rows *
+    heads]) have no say."""
+    rows, heads, width = scores.shape
+    splits, device = sums.shape[2], scores.device
+    ranks = torch.empty(rows, units, width, dtype=torch.float32, device=device)
+    _vote[(parts_of(rows * units, width, device), units, rows)](
         scores,
         sums,
         ranks,
-        rows.pages.lengths,
-        none if lists is None else lists.counts,
-        none if idle is None else idle,
+        counts,
+        counts,
+        counts if idle is None else idle,
         width,
         splits,
         UNITS=units,
-        EACH=each,
+        EACH=heads // units,
         SPLITS=triton.next_power_of_2(splits),
-        LISTED=lists is not None,
+        LISTED=each_unit,
         IDLE=idle is not None,
         SPAN=batched_best.SPAN,
         num_warps=16,
         **launched(device),
     )
-    return scores, ranks
+    return ranks
 
 
 @triton.jit(

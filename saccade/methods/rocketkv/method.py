@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from saccade.methods.eviction import Kept, SnapKV
 from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.host_state import HostState
 from saccade.methods.options import require, require_whole
+from saccade.methods.rocketkv.recorded import KeptBlocks, RecordedBlocks
 from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
 from saccade.selection import Selection, Tokens
@@ -66,6 +68,11 @@ class RocketKept(Kept):
             blocks = len(fitting.tensor("low", low, sizes.dtype, None, sizes.head_dim))
             fitting.tensor("high", high, sizes.dtype, blocks, sizes.head_dim)
             fitting.within("blocks", blocks, 0, count // self.size)
+
+    @property
+    def reach(self) -> int:
+        """Keys that a step reads, in whole blocks."""
+        return -(-self.keys // self.size) * self.size
 
     def places(self, unit: int, start: int, stop: int) -> Tensor:
         """Positions of entries ``start .. stop - 1`` of a unit's list, int64."""
@@ -120,7 +127,6 @@ class RocketKV(SnapKV):
 
     name: ClassVar[str] = "rocketkv"
     paper: ClassVar[str] = "RocketKV, arXiv:2502.14051"
-    rows_only: ClassVar[str | None] = "no batched kernel chooses blocks among kept keys"
 
     capacity: int = 2048
     window: int = 32
@@ -154,15 +160,8 @@ class RocketKV(SnapKV):
         capacity / b in blocks of ceil(sqrt(c')), by a share block / c' of the channels."""
         if self.budget is None:
             return self, max(1, int(self.channels * head_dim))
-        budget = min(self.budget, context)
-        ratio = max(1.0, context / max(budget, 1))
-        capacity = int(context / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
-        rest = max(1.0, capacity / max(budget, 1))
-        size = math.ceil(math.sqrt(rest))
-        size = size if size <= rest else 1
-        left = max(capacity, self.window + 1)
-        sized = replace(self, budget=None, capacity=left, keys=max(1, budget // 2), block_size=size)
-        return sized, max(1, int(head_dim * size / rest))
+        sized, rest = _sized(self, context)
+        return sized, max(1, int(head_dim * sized.block_size / rest))
 
     def begin(self, segment: Chunk) -> RocketKept:
         shape = segment.shape
@@ -182,7 +181,7 @@ class RocketKV(SnapKV):
         shape, n = query.shape, query.shape.k_len
         counts, size = state.counts(n), state.size
         state.extend(query.kv, n)
-        wanted = -(-state.keys // size)
+        wanted = state.reach // size
         blocks = [-(-count // size) for count in counts]
         if max(blocks) <= wanted:
             return state.select(shape)
@@ -203,13 +202,13 @@ class RocketKV(SnapKV):
         states = opening.states
         if any(state is None or not state.is_whole for state in states):
             return 0
-        return min(-(-state.keys // state.size) * state.size for state in states)
+        return min(state.reach for state in states)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return None
+        return DevicePlan.alike(self, spec, KeptBlocks.of(self, spec))
 
     def device_state(self, opening: Opening) -> DeviceState:
-        return DeviceState(opening)
+        return RecordedBlocks(opening)
 
     def _scores(self, query: Query, state: RocketKept, counts: list[int], low: Tensor, high: Tensor) -> Tensor:
         """What a key of each block is estimated to weigh, meaned over the unit's query heads: fp32 [units, blocks]."""
@@ -226,3 +225,17 @@ class RocketKV(SnapKV):
         keys = held.clamp(0, size)[:, None]  # of each block: the last one may be short
         total = torch.logsumexp(logits + keys.log(), 2, keepdim=True)
         return torch.exp(logits - total).masked_fill(keys == 0, -torch.inf).mean(1)
+
+
+@lru_cache(maxsize=4096)  # asked again at each step, for its report
+def _sized(method: RocketKV, context: int) -> tuple[RocketKV, float]:
+    """``method`` with sizes in place of its budget, and how many budgets of keys the first stage leaves."""
+    assert method.budget is not None
+    budget = min(method.budget, context)
+    ratio = max(1.0, context / max(budget, 1))
+    capacity = int(context / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
+    rest = max(1.0, capacity / max(budget, 1))
+    size = math.ceil(math.sqrt(rest))
+    size = size if size <= rest else 1
+    left = max(capacity, method.window + 1)
+    return replace(method, budget=None, capacity=left, keys=max(1, budget // 2), block_size=size), rest
