@@ -137,13 +137,15 @@ def _take_in(
         inside = channel < D
         kv_head = unit * KV_HEADS // UNITS
         table = tables + row.to(tl.int64) * table_row + kv_head.to(tl.int64) * table_head
-        low = load_keys(k_pool, pool_rows(table, length - 1, None, kv_head, KV_HEADS, PAGE), channel, None, D, TYPE)
+        key = load_keys(k_pool, pool_rows(table, length - 1, None, kv_head, KV_HEADS, PAGE), channel, None, D, TYPE)
+        low = key.to(tl.float32)
         high = low
         ring = tl.load(own + W.ring).to(tl.pointer_type(TYPE)) + unit * SLOTS * 2 * D + channel
         if last % size > 0:
             before = ring + (length - 1) % SLOTS * 2 * D
-            low = tl.minimum(low, tl.load(before, mask=inside, other=0.0))
-            high = tl.maximum(high, tl.load(before + D, mask=inside, other=0.0))
+            low = tl.minimum(low, tl.load(before, mask=inside, other=0.0).to(tl.float32))
+            high = tl.maximum(high, tl.load(before + D, mask=inside, other=0.0).to(tl.float32))
+        low, high = low.to(TYPE), high.to(TYPE)
         after = ring + length % SLOTS * 2 * D
         extremes = tl.load(own + W.extremes).to(tl.pointer_type(TYPE)) + channel
         extremes += (unit * tl.load(own + W.extent) + last // size) * 2 * D
