@@ -23,18 +23,21 @@ ALONE = 3.0  # seconds of the stream before the grammar comes
 AFTER = 3.0  # and after its answer
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}}, "required": ["name"]}
 TOOL = {"type": "function", "function": {"name": "greet", "parameters": SCHEMA}}
-KINDS: dict[str, dict[str, object]] = {
-    "none": {},
-    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "greet", "schema": SCHEMA}}},
-    "call": {"tools": [TOOL], "tool_choice": "required"},
+FORMAT = {"type": "json_schema", "json_schema": {"name": "greet", "schema": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Greet Ada."}]
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "none": ("completions", {"prompt": "Greet Ada."}),
+    "schema": ("completions", {"prompt": "Greet Ada.", "response_format": FORMAT}),
+    "call": ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}),
 }
 
 
 def asked(address: tuple[str, int], kind: str) -> float:
-    """Seconds until a chat request of ``kind`` has its answer."""
-    body = {"messages": [{"role": "user", "content": "Greet Ada."}], "max_tokens": 24, "temperature": 0, **KINDS[kind]}
+    """Seconds until a request of ``kind`` has its answer."""
+    path, asks = KINDS[kind]
+    body = {"max_tokens": 24, "temperature": 0, **asks}
     began, client = time.perf_counter(), http.client.HTTPConnection(*address)
-    client.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    client.request("POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"})
     answer = client.getresponse()
     said = answer.read().decode()
     client.close()
