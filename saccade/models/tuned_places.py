@@ -1,5 +1,5 @@
-"""Where the files that ``saccade tune`` wrote hold, and which of them ``auto`` passes by: those of other threads, another
-machine or another format of keys."""
+"""Where the files that ``saccade tune`` wrote hold, and which of them ``auto`` passes by: those of other threads,
+another machine or another format of keys."""
 
 from __future__ import annotations
 
