@@ -75,8 +75,8 @@ class Automatic:
         said = "a safe preset, saccade tune may find better"
         try:
             tuned = find_tuned(engine.model, place)
-            if tuned is None and (why := self._passed_by(place)) is not None:
-                said = f"a safe preset: {why}"
+            if tuned is None and (elsewhere := self._passed_by(place)) is not None:
+                said = f"a safe preset: {elsewhere}"
         except SaccadeError as error:
             tuned, said = None, f"a safe preset, since {error}"
         if tuned is not None:
