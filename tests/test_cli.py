@@ -222,7 +222,8 @@ def test_doctor_names_versions_and_backends(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     facts = json.loads(out)
     assert code == 0
-    assert set(facts) == {"versions", "machine", "backends", "gpu", "what fits", "models", "recorded decode steps"}
+    sections = {"versions", "machine", "backends", "gpu", "what fits", "models", "recorded decode steps"}
+    assert set(facts) == {*sections, "tuned policies"}
     assert {"cis", "h2o", "lfps", "loopserve"} < set(facts["recorded decode steps"]["methods"].split(", "))
     assert facts["recorded decode steps"]["bring KV in from kv_host"].startswith(
         "arkvale, dense, locks, psa, quest, streaming;"

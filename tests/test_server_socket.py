@@ -35,7 +35,7 @@ def server(tiny_llama):
         running.client.headers["authorization"] = f"Bearer {SECRET}"
         yield running
         running.idle()
-        assert not running.serving.sockets
+        until(lambda: not running.serving.sockets)  # a client that leaves is noticed a moment later
 
 
 @contextmanager
@@ -156,6 +156,20 @@ def test_messages_are_neither_too_long_nor_too_many(server):
         ends = [ask(socket, "x") for _ in range(3)]
         assert [one["type"] for one in ends[:2]] == ["response.incomplete"] * 2
         assert code(ends[2]) == (429, "rate_limit_exceeded")
+
+
+def test_a_burst_is_queued_as_messages_one_by_one_are(server):
+    """All of one packet is read before anything is answered: the first message is none that waits behind it."""
+    with opened(server) as socket:
+        with socket.protocol_mutex:
+            for given in [create("x", max_output_tokens=300), *[create("y")] * 20]:
+                socket.protocol.send_text(given.encode())
+            socket.socket.sendall(b"".join(socket.protocol.data_to_send()))
+        events = [turn(socket)[-1] for _ in range(21)]
+        refused = [one for one in events if one["type"] == "error"]
+        assert len(refused) == 20 - responses_socket.MOST_WAITING
+        assert {code(one) for one in refused} == {(429, "rate_limit_exceeded")}
+        assert all("16 messages wait already" in one["error"]["message"] for one in refused)
 
 
 def refusals(server) -> dict[str, int]:

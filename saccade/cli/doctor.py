@@ -81,6 +81,7 @@ def collect() -> dict[str, dict[str, Any]]:
         "what fits": {**fits(_memory(device)), "of one model": "saccade info MODEL, by its config alone"},
         "models": _models(device),
         "recorded decode steps": _recorded(),
+        "tuned policies": _tuned(device),
     }
 
 
@@ -111,6 +112,20 @@ def _models(device: torch.device) -> dict[str, str]:
         "products with integers": slow_products(device) or "ready: AWQ, GPTQ, compressed-tensors, int4 and int8",
         "other products": "mxfp4 on a GPU, and fp8 on a CPU or by blocks, are dequantised by torch",
     }
+
+
+def _tuned(device: torch.device) -> dict[str, str]:
+    """What ``saccade tune`` found, by file, and whether ``auto`` goes by it on this machine and its default threads."""
+    from saccade.models.tuned import host_of
+    from saccade.models.tuned_places import differences, policy_files, said_of
+
+    here, told = host_of(device, None), dict[str, str]()
+    for file, data in policy_files().items():
+        place, differs = data["place"], differences(data["place"], here)
+        model = f"{place.get('family')}, {place.get('layers')} layers, {place.get('dtype')}"
+        why = f"not used here by default: {said_of(differs)}" if differs else "used here"
+        told[file.name] = f"'{data['policy']}', {model}, of {data.get('made')}: {why}"
+    return told or {"found": "none: saccade tune MODEL writes one, by which auto goes"}
 
 
 def _recorded() -> dict[str, str]:

@@ -61,7 +61,7 @@ class Tuned:
 
 def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str, Any]:
     """What times hang on: the model's shape and formats, the machine, and the threads of a CPU."""
-    spec, on_cpu = model.spec, model.device.type == "cpu"
+    spec = model.spec
     return {
         "family": spec.family,
         "layers": spec.layers,
@@ -71,7 +71,15 @@ def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str
         "dtype": str(spec.dtype).removeprefix("torch."),
         "weight_bytes": model.weight_bytes,
         "kv_dtype": kv_dtype,
-        "machine": processor() if on_cpu else gpu_name(str(model.device)),
+        **host_of(model.device, threads),
+    }
+
+
+def host_of(device: torch.device, threads: int | None) -> dict[str, Any]:
+    """The part of a place that is no model's: the machine, and the threads of a CPU."""
+    on_cpu = device.type == "cpu"
+    return {
+        "machine": processor() if on_cpu else gpu_name(str(device)),
         "cores": os.cpu_count() if on_cpu else None,
         "threads": (threads or torch.get_num_threads()) if on_cpu else None,
     }

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from saccade.engine.messages import AddRequest, EngineStatistics
@@ -17,10 +18,11 @@ from saccade.engine.settings.config import EngineConfig
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import EngineLost, EngineStuck, SaccadeError
 from saccade.methods.policy import Policy
-from saccade.models.tokenizer import load_tokenizer
+from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.server import wire, wire_forms
 from saccade.server.engine_launch import Launched, how, launch
 from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, Starts, look_after, processor_seconds
+from saccade.server.matchers import Compiler
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
@@ -55,14 +57,15 @@ class EngineProcess(asyncio.Protocol):
             "kv_events": kv_events,
         }
         settings |= {"warm": [one.text for one in policies]}
-        self._launch = partial(launch, settings | {"beat": self._watch.every}, self._began)
+        self._launch = partial(launch, settings | {"beat": self._watch.every}, self._began, self._loaded)
         self._starts = Starts() if restart else None
         self._tasks: set[asyncio.Future[None]] = set()
         self._closing = False
         self.epoch = 0
+        self.tokenizer = Tokenizer(None)  # until a model is loaded
         self._take_over(self._launch())
         self.about, self.note = wire_forms.about_of(self._ready.about), self._ready.note
-        self.tokenizer = load_tokenizer(self.about.path)
+        self.compiler = Compiler(self.tokenizer.hf, self.about.limits.vocab_size, self.about.eos_token_ids)
         self._number = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
@@ -73,6 +76,11 @@ class EngineProcess(asyncio.Protocol):
         self.process = process
         if self._closing:
             process.kill()
+
+    def _loaded(self, path: Path) -> None:
+        """Its model is loaded; its tokenizer is the one that this process has read where it was started anew."""
+        if not self.tokenizer.available:
+            self.tokenizer = load_tokenizer(path)
 
     def _take_over(self, launched: Launched) -> None:
         """Go on with this process."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from saccade.errors import EngineLost
@@ -26,9 +27,12 @@ class Launched:
     ready: wire.Ready
 
 
-def launch(settings: dict[str, Any], began: Callable[[subprocess.Popen[bytes]], None]) -> Launched:
+def launch(
+    settings: dict[str, Any], began: Callable[[subprocess.Popen[bytes]], None], loaded: Callable[[Path], None]
+) -> Launched:
     """Start a process with ``settings``, JSON that engine_process reads. ``began`` gets it before its model is loaded,
-    which takes as long as it takes. Raises what loading raises, and EngineLost where it ends before."""
+    which takes as long as it takes; ``loaded`` the folder of the tokenizer, while the process makes itself ready.
+    Raises what loading raises and what these raise, and EngineLost where it ends before."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -39,7 +43,7 @@ def launch(settings: dict[str, Any], began: Callable[[subprocess.Popen[bytes]], 
         start = json.dumps(settings).encode()
         ours.sendall(len(start).to_bytes(4, "little") + start)
         frames = wire.Frames()
-        return Launched(process, ours, frames, _first(ours, frames, process))
+        return Launched(process, ours, frames, _first(ours, frames, process, loaded))
     except BaseException as error:
         process.kill()
         process.wait()
@@ -49,10 +53,14 @@ def launch(settings: dict[str, Any], began: Callable[[subprocess.Popen[bytes]], 
         raise
 
 
-def _first(ours: socket.socket, frames: wire.Frames, process: subprocess.Popen[bytes]) -> wire.Ready:
+def _first(
+    ours: socket.socket, frames: wire.Frames, process: subprocess.Popen[bytes], loaded: Callable[[Path], None]
+) -> wire.Ready:
     while data := ours.recv(1 << 16):
         for content in frames.feed(data):
             frame = wire.from_engine(content)
+            if isinstance(frame, wire.Loaded):
+                loaded(Path(frame.path))
             if isinstance(frame, wire.Ready):
                 return frame
             if isinstance(frame, wire.Reply) and frame.error is not None:

@@ -29,7 +29,7 @@ from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.server import warming, wire, wire_forms
-from saccade.server.engines import about_llm
+from saccade.server.engines import about_llm, compiler_of
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
 from saccade.server.matchers import Compiler, Grammar
@@ -95,14 +95,13 @@ class EngineServer:
     """Does what frames ask for. ``collected``: outputs since the last frame, which the engine's thread alone touches
     once the loop runs."""
 
-    def __init__(self, llm: LLM, outbox: Outbox) -> None:
-        self.llm, self.outbox = llm, outbox
+    def __init__(self, llm: LLM, outbox: Outbox, compiler: Compiler) -> None:
+        self.llm, self.outbox, self._compiler = llm, outbox, compiler
         self.collected: list[StepOutput] = []
         self._named = NamedSessions(llm)
         self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
         self._flusher = 0  # the engine's thread, once it has flushed
         self._replies: list[wire.Frame] = []  # those it has given since
-        self._compiler = Compiler(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
         llm.loop.after_steps(self._flush)
 
     def handle(self, frame: wire.ToEngine) -> bool:
@@ -209,6 +208,8 @@ def main(descriptor: int) -> None:
         if ahead is not None:
             ahead.collect()
         llm = LLM(config=config)
+        outbox.send(wire.Loaded(0, str(llm.model.path)))  # the other side reads the tokenizer meanwhile, too
+        compiler = compiler_of(llm)
         warming.warm(llm, policies, ahead)
         warming.settle(llm)
         gc.collect()
@@ -218,7 +219,7 @@ def main(descriptor: int) -> None:
     except Exception as error:
         outbox.send(wire.Reply(0, None, wire_forms.told(error)))
         sys.exit(2)
-    server = EngineServer(llm, outbox)
+    server = EngineServer(llm, outbox, compiler)
     note = device_note(llm.model.device)
     outbox.send(wire.Ready(0, wire_forms.about_dict(about_llm(llm)), note, llm.loop.statistics()))
     pulse = llm.engine.watch.pulse

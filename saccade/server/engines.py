@@ -26,6 +26,7 @@ from saccade.models.tokenizer import Tokenizer
 from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, look_after
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import logger
+from saccade.server.matchers import Compiler
 from saccade.server.named_sessions import NamedSessions
 from saccade.server.warming import settle, warm
 
@@ -57,6 +58,7 @@ class EngineFace(Protocol):
 
     about: About
     tokenizer: Tokenizer
+    compiler: Compiler  # of grammars; an engine of this process follows answers by it
     note: str | None  # one line on the device, where it is not plain
 
     @property
@@ -149,6 +151,13 @@ def about_llm(llm: LLM) -> About:
     )
 
 
+def compiler_of(llm: LLM) -> Compiler:
+    """Of grammars for the model's tokens, which it has read: no request's answer waits for that."""
+    compiler = Compiler(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
+    compiler.prepare()
+    return compiler
+
+
 class LocalEngine:
     """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see
     EngineWatch; ``policies``: what ``warming.warm`` is for. A thread that hangs cannot be ended: a process that closes
@@ -168,6 +177,7 @@ class LocalEngine:
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
+        self.compiler = compiler_of(llm)
         self._named = NamedSessions(llm)
         self.note = device_note(llm.model.device)
         self._watch = EngineWatch(limit)

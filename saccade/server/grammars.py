@@ -11,10 +11,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from saccade.errors import RequestError
 from saccade.server.grammar_check import OFF
@@ -33,20 +31,26 @@ class Unread(RequestError):
 
 
 class Grammars:
-    """Checks grammars for one model's tokens; the arguments are those of Compiler. ``compiler``: for an engine of this
-    process. A tokenizer that no helper can read is tried once, whatever the number of requests."""
+    """Checks grammars for one model's tokens, those of ``compiler``, which an engine of this process goes by too. A
+    tokenizer that no helper can read is tried once, whatever the number of requests."""
 
-    def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
-        self.compiler = Compiler(hf, vocab, ends)
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
         self._threads = ThreadPoolExecutor(HELPERS, "saccade-grammars")
         self._lock = threading.Lock()
         self._helpers: set[Helper] = set()
         self._free: list[Helper] = []  # those with nothing to do
         self._known: OrderedDict[str, str] = OrderedDict()
         self._beginning = threading.Lock()  # one helper at a time finds out whether helpers can begin
-        self._begin: str | None = None  # what a helper is told first
+        self._begin: str | None = None  # what a helper is told first, megabytes
         self._lost = (0.0, "")  # until when no helper is begun, and why
         self._closed = False
+
+    def prepare(self) -> None:
+        """Have ready what a helper is told first: the tokenizer as text, which holds Python's lock for a while."""
+        with suppress(ValueError):  # each request that needs a grammar is told
+            if self.compiler.unfit is None:
+                self._begin = json.dumps(self.compiler.told())
 
     async def checked(self, source: str) -> str:
         """``source`` as llguidance writes it, without waiting where it is known. RequestError where it does not compile

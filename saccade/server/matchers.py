@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.errors import RequestError
 from saccade.server.grammar_check import OFF, read_tokenizer
+from saccade.server.logs import logger
 
 KEPT = 64  # grammars that stay compiled
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # 2 KB a state
@@ -26,8 +27,9 @@ _TOO_COMPLEX += "repetition of repetitions"
 
 class Compiler:
     """Compiles grammars for one model's tokens. ``hf``: transformers' tokenizer, if there is one; ``vocab``: how many
-    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar.
-    ``unfit``: why llguidance cannot read the tokenizer, once that was tried: it takes seconds, and is tried once."""
+    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made by :meth:`prepare`, or at
+    the first grammar. ``unfit``: why llguidance cannot read the tokenizer, once that was tried: it takes seconds, and
+    is tried once."""
 
     def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
         self.hf, self.vocab = hf, vocab
@@ -56,6 +58,19 @@ class Compiler:
             assert self._tokens is not None
             return self._tokens
 
+    def prepare(self) -> None:
+        """Have llguidance read the tokenizer, which takes seconds and holds Python's lock: no other thread of this
+        process goes on meanwhile. An engine has it done before its first request. A tokenizer that cannot be read is
+        told in the log, and refuses requests that need a grammar."""
+        try:
+            began = time.perf_counter()
+            tokens = self.tokens
+            fields = {"tokens": tokens.vocab_size, "seconds": round(time.perf_counter() - began, 1)}
+            logger.debug("grammars", extra={"fields": fields})
+        except (RequestError, ValueError) as error:
+            if self.hf is not None:  # without a tokenizer there are no texts, let alone grammars
+                logger.warning(str(error))
+
     def check(self) -> None:
         """RequestError where the tokenizer is known to be unfit. Takes no time."""
         if self.unfit is not None:
@@ -69,9 +84,10 @@ class Compiler:
             raise ValueError(
                 f"{OFF}: they need a fast tokenizer (tokenizer.json) with an end token; this model has {what}"
             )
-        backend = copy(backend)
-        backend.no_padding()
-        backend.no_truncation()
+        if backend.padding is not None or backend.truncation is not None:
+            backend = copy(backend)  # which takes several times what the text does, and holds Python's lock too
+            backend.no_padding()
+            backend.no_truncation()
         return {"tokenizer": backend.to_str(), "vocab": self.vocab, "ends": self.ends}
 
     def matcher(self, source: str) -> LLMatcher:

@@ -54,6 +54,7 @@ class ResponsesSocket:
         self._session = socket.headers.get("x-session-id")
         self._last: _Last | None = None
         self._waiting: deque[bytes] = deque()
+        self._busy = False  # whether a turn runs; else the first of those that wait is about to
         self._news = asyncio.Event()
         self._share = serving.room.share()
 
@@ -91,8 +92,9 @@ class ResponsesSocket:
             given = message.get("text")
             data = message.get("bytes") or b"" if given is None else given.encode("utf-8", "surrogatepass")
             held = sum(map(len, self._waiting)) + len(data)
-            if len(self._waiting) >= MOST_WAITING or held > self.serving.config.max_body:
-                said = f"{len(self._waiting)} messages wait already; send the next once a response has ended"
+            behind = len(self._waiting) - (not self._busy)
+            if behind >= MOST_WAITING or held > self.serving.config.max_body:
+                said = f"{max(0, behind)} messages wait already; send the next once a response has ended"
                 await self._tell(ApiError(429, said, "rate_limit_exceeded"))
                 continue
             try:
@@ -107,7 +109,9 @@ class ResponsesSocket:
         """Answer what is queued, one at a time."""
         while not self.serving.admission.draining or self._waiting:
             while self._waiting:
+                self._busy = True
                 await self._turn(self._waiting.popleft())
+            self._busy = False
             self._share.give_back()
             self._news.clear()
             if not self.serving.admission.draining:

@@ -94,7 +94,8 @@ class Serving:
         self.running: set[Running] = set()
         self.sockets: set[Socket] = set()
         self.mapping = False  # whether a selection map is being made
-        self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
+        self.grammars = Grammars(engine.compiler)
+        self.grammars.prepare()  # or the first grammar would hold up all streams
         self.documents = Documents()
         each = most_letters(engine.tokenizer.hf)
         self._most_letters = None if each is None else each * about.limits.max_model_len

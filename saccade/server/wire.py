@@ -102,8 +102,14 @@ class Beat(Frame, tag="beat"):
     processor: float | None = None
 
 
+class Loaded(Frame, tag="loaded"):
+    """The engine's first word. ``path``: the folder of the model's tokenizer."""
+
+    path: str = ""
+
+
 class Ready(Frame, tag="ready"):
-    """The engine's first word: what :class:`~saccade.server.engines.About` says."""
+    """The engine takes requests: what :class:`~saccade.server.engines.About` says."""
 
     about: dict[str, Any] = {}
     note: str | None = None
@@ -152,7 +158,7 @@ ToEngine = (
     | ClearPrefixes
     | Close
 )
-FromEngine = Ready | Reply | Outputs | Beat
+FromEngine = Loaded | Ready | Reply | Outputs | Beat
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 from_engine = msgspec.msgpack.Decoder(FromEngine).decode

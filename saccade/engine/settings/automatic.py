@@ -14,6 +14,7 @@ from saccade.errors import RequestError, SaccadeError
 from saccade.methods.auto import SAFE, Asked, Offer, settled
 from saccade.methods.policy import Policy
 from saccade.models.tuned import Times, find_times, find_tuned, keep_times, place_of
+from saccade.models.tuned_places import tuned_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Automatic:
     def __init__(self, engine: Runs) -> None:
         self._engine = weakref.ref(engine)
         self._offer: Offer | None = None
+        self._told = False  # that a tuned policy is passed by
 
     def settled(
         self, policy: Policy, length: int, new: int, answer: int | None, session: bool = False
@@ -73,6 +75,8 @@ class Automatic:
         said = "a safe preset, saccade tune may find better"
         try:
             tuned = find_tuned(engine.model, place)
+            if tuned is None and (elsewhere := self._passed_by(place)) is not None:
+                said = f"a safe preset: {elsewhere}"
         except SaccadeError as error:
             tuned, said = None, f"a safe preset, since {error}"
         if tuned is not None:
@@ -92,6 +96,14 @@ class Automatic:
         if isinstance(times, Untimed):
             return Offer(policy, None, None, f"{said}; {times.why}"), not times.later
         return Offer(policy, pays_from(times, "prefill"), pays_from(times, "decode"), f"{said}; timed here"), True
+
+    def _passed_by(self, place: dict[str, Any]) -> str | None:
+        """Why what was tuned for the model holds elsewhere alone; told once in the log, too."""
+        why = tuned_elsewhere(self._own().model, place)
+        if why is not None and not self._told:
+            logger.warning("auto is a safe preset here: %s", why)
+            self._told = True
+        return why
 
     @property
     def _shared_from(self) -> int:
