@@ -98,6 +98,8 @@ def tune(
     for file in (found.file, found.heads):
         if file is not None:
             print(file)
+    if found.unwritten is not None:
+        raise found.unwritten
 
 
 def _uninterrupted(study: Callable[..., Found], *args: Any, **options: Any) -> Found:
