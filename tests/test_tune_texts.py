@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,10 @@ def test_the_command_holds_a_file_and_the_made_text(capsys, tiny_llama, tmp_path
     assert "rounding (text.txt)" in out
     assert "rounding (made prose with facts)" in out
     assert "| `psa` |" in out
+    kept = next((line.split("`")[1] for line in out.splitlines() if line.endswith("| kept |")), None)
+    told = [line for line in out.splitlines() if line.startswith("Over other texts: ")]
+    assert [shlex.split(line)[-1] for line in told] == [kept] * (kept is not None)
+    assert all(f" eval drift -m {tiny_llama} -f TEXT -p " in line for line in told)
 
 
 @pytest.mark.parametrize(
