@@ -3,9 +3,10 @@
     python benchmarks/other_checkpoints.py yarn path/to/smollm2 out/smol-yarn
     python benchmarks/other_checkpoints.py trained path/to/smollm2 out/smol-trained --text german.txt
 
-`yarn`: positions extended four times by YaRN; `linear`: twice, by interpolation. `flat` and `sharp`: queries times 0.5 and 1.6, which spreads attention or narrows it. `lora`: no checkpoint but
-an adapter of random matrices of rank 8 on queries, keys and values, for `--lora`. `trained`: `--steps` steps of AdamW
-on random parts of `--text`, which makes a model of other weights, not a better one.
+`yarn`: positions extended four times by YaRN; `linear`: twice, by interpolation. `flat` and `sharp`: queries times
+0.5 and 1.6, which spreads attention or narrows it. `lora`: no checkpoint but an adapter of random matrices of rank 8 on
+queries, keys and values, for `--lora`. `trained`: `--steps` steps of AdamW on random parts of `--text`, which makes a
+model of other weights, not a better one.
 """
 
 from __future__ import annotations
