@@ -37,8 +37,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--length", type=int, default=320, help="tokens a step")
     parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(asked.seed)
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.kind == "lora":
         adapter(asked.source, asked.out)
@@ -62,12 +63,13 @@ def main() -> None:
 
 
 def extended(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    """``config`` with positions extended."""
+    """``config`` with positions extended. Of YaRN its length is the extended one, else the trained."""
     length, base = config["max_position_embeddings"], config["rope_parameters"]["rope_theta"]
     rope = {"rope_type": kind, "rope_theta": base, "factor": ROPE[kind]}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = length
-    return {**config, "rope_parameters": rope, "max_position_embeddings": round(ROPE[kind] * length)}
+        length = round(ROPE[kind] * length)
+    return {**config, "rope_parameters": rope, "max_position_embeddings": length}
 
 
 def adapter(source: Path, out: Path) -> None:
