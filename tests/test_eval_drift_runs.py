@@ -10,6 +10,7 @@ from drift_texts import LENGTH, LONG, STEPS, STREAMING, TEXT, passage
 from tiny_models import one_thread, oracle, oracle_logits  # noqa: F401
 
 from saccade.cli.main import main
+from saccade.engine.settings import automatic
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
 from saccade.eval.drift import study
@@ -19,6 +20,7 @@ from saccade.eval.drift.rows import DENSE, ROUNDING, Row
 from saccade.eval.drift.study import RECORDS, REPORT, measure_drift
 from saccade.eval.setting import load
 from saccade.eval.stats import Interval
+from saccade.methods.auto import SAFE
 from saccade.methods.policy import Policy, split_policies
 from saccade.passage import Passage, made_passage, passage_of
 
@@ -123,6 +125,28 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_alike(config, tmp_path, monkeyp
     _, third, _ = measure_drift(config, source, wanted[:1], tmp_path / "cut")  # nothing is missing
     assert calls == []
     assert [row.id for row in third] == [DENSE, ROUNDING, wanted[0].text]
+
+
+def test_what_auto_times_first_is_no_part_of_the_drift(config, tmp_path, monkeypatch):
+    """Its runs are other requests, of other lengths: neither their logits nor their weights are the passage's."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    timed = []
+
+    def kept(place, times):
+        timed.append(times.policy)
+
+    monkeypatch.setattr(automatic, "keep_times", kept)
+    policy = Policy.parse("auto(least=1)")
+    with load(config) as llm:
+        given = passage(llm)
+        logits, ran = run(llm, given, policy)
+        assert timed == [SAFE]
+        assert any("timed here" in note for note in ran["notes"])
+        own, named = run(llm, given, Policy.parse(SAFE))
+    assert torch.equal(logits, own)
+    for phase in ("prefill", "decode"):
+        assert ran[phase]["kept"] == named[phase]["kept"]
 
 
 def test_a_folder_of_another_text_is_refused(config, tmp_path):

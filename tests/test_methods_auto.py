@@ -12,6 +12,7 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.cli.main import main
+from saccade.engine.attention import Watch
 from saccade.engine.settings import automatic, pays
 from saccade.engine.settings.pays import FURTHER, GAIN, Untimed, pays_from
 from saccade.errors import PolicyError
@@ -153,6 +154,7 @@ class Machine:
     def __init__(self, device, each, pairs, choosing, monkeypatch):
         self.model = SimpleNamespace(device=SimpleNamespace(type=device))
         self.checks = SimpleNamespace(most_tokens=1 << 20)
+        self.watch = Watch()
         self.ran, self.numbers = [], (each, pairs, choosing)
         monkeypatch.setattr(pays, "_run", self._run)
         monkeypatch.setattr(pays, "_text", lambda engine, count: list(range(count)))

@@ -10,8 +10,11 @@ from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 from tune_helpers import FAR, NEAR, TRIED, config, found_of, own_cache, quick_times  # noqa: F401
 
 from saccade import LLM, SamplingParams
-from saccade.errors import RequestError
+from saccade.cli.main import main
+from saccade.engine.settings import automatic
+from saccade.errors import RequestError, SaccadeError
 from saccade.eval.drift.measure import compared, run
+from saccade.eval.tune import study
 from saccade.eval.tune.ladders import LADDERS, Ladder
 from saccade.eval.tune.page import table
 from saccade.eval.tune.study import tune
@@ -40,7 +43,6 @@ def test_ladders_are_climbed_until_one_rung_drifts_too_far(tiny_llama, timed, ca
             assert one.agree == pytest.approx(sum(drift["agree"]) / len(drift["agree"]))
     assert by_name[NEAR].why is None
     assert by_name[FAR].why is not None
-    assert found.tuned is not None
     assert found.tuned.policy == NEAR
     assert timed == [NEAR]
     assert "kept" in table(found)
@@ -70,7 +72,6 @@ def test_what_each_kv_head_reads(tmp_path, cache, monkeypatch):
         return made_passage(llm.encode, 700, 12, 0)
 
     found = tune(config(folder), lambda llm: ("a text", text(llm)), ladders=ladders, rounding=False)
-    assert found.tuned is not None
     assert found.tuned.policy == f"{prefill}+{decode}"
     assert found.heads is not None
     assert found.heads.parent == cache
@@ -97,7 +98,6 @@ def test_a_phase_each_and_both_together(tiny_llama):
     if prefill in sparse:
         assert found.tried[2].policy == f"{prefill}+{NEAR}"
     else:
-        assert found.tuned is not None
         assert found.tuned.policy == NEAR
 
 
@@ -111,7 +111,6 @@ def test_what_is_too_far_together_is_kept_apart(tiny_llama, monkeypatch):
     monkeypatch.setattr(Trial, "of", of)
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", ("sampled_rows",))))
     assert [one.policy for one in found.tried] == ["psa", "sampled_rows", "sampled_rows+psa"]
-    assert found.tuned is not None
     assert found.tuned.policy == "psa"
 
 
@@ -129,17 +128,44 @@ def test_the_preset_is_tried_where_faster_ones_are_too_far_together(tiny_llama, 
     rungs = (Policy(prefill=safe.prefill).text, "sampled_rows")
     found = found_of(tiny_llama, ladders=(Ladder("decode", ("psa",)), Ladder("prefill", rungs)))
     assert [one.policy for one in found.tried] == ["psa", *rungs, "sampled_rows+psa", safe.text]
-    assert found.tuned is not None
     assert found.tuned.policy == safe.text
 
 
-def test_nothing_is_kept_where_all_drifts_too_far(tiny_llama, timed, cache):
+def test_auto_stays_dense_where_all_drifts_too_far(tiny_llama, timed, cache, monkeypatch):
+    """Not the safe preset, which was just found to drift too far on this model, nor what was tuned before."""
+    assert found_of(tiny_llama).tuned.policy == NEAR
+    timed.clear()
     found = found_of(tiny_llama, ladders=(Ladder("decode", (FAR,)),), bound=1e-9)
-    assert found.tuned is None
-    assert found.file is None
-    assert "Stay with dense" in found.said
+    assert (found.tuned.policy, found.tuned.times) == ("dense", None)
+    assert found.said.startswith("Stay with dense: no policy that was tried")
     assert not timed
-    assert not cache.exists()
+    assert [one.name for one in cache.glob("policy-*")] == [found.file.name]
+    assert "kept" not in table(found)
+    monkeypatch.setattr(automatic, "timed", lambda *args: pytest.fail("dense needs no times"))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(config=config(tiny_llama)) as llm:
+        for policy in ("auto", "auto(least=1)"):
+            report = llm.generate([random_ids(1100, seed=1)], params, policy=policy)[0].report
+            assert report["policy"] == "dense"
+            assert any(
+                "saccade tune found none that reads less within its bounds on a text" in one for one in report["notes"]
+            )
+
+
+def test_what_cannot_be_written_is_told_all_the_same(tiny_llama, monkeypatch, capsys):
+    """As on a full disk: the table is what minutes went into."""
+
+    def refused(*args):
+        raise RequestError("tuned policy x cannot be written: No space left on device")
+
+    monkeypatch.setattr(study, "keep_tuned", refused)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", str(tiny_llama), "--length", "1000", "--kv-memory", "64MiB", "--seconds", "1", "--no-rounding"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "| `psa` |" in out
+    assert "auto is " in out or "Stay with dense" in out
+    assert err.splitlines()[-1] == "saccade: error: tuned policy x cannot be written: No space left on device"
 
 
 def test_time_that_is_over_ends_it(tiny_llama):
@@ -196,10 +222,22 @@ def test_every_rung_is_a_policy_of_its_phase():
             assert sum(not getattr(policy, phase).is_dense for phase in ("prefill", "decode")) == 1
 
 
-@pytest.mark.parametrize("harm", ["no json", '{"version": 1, "policy": "nix"}', "[]"])
-def test_a_broken_file_is_named_and_the_safe_preset_stands_in(tiny_llama, harm, monkeypatch):
-    from saccade.engine.settings import automatic
+@pytest.mark.parametrize(
+    "change", [{"times": None}, {"policy": "dense"}, {"policy": "auto(least=0)"}, {"times": [1]}, {"more": 1}]
+)
+def test_a_file_that_does_not_hang_together_is_broken(tiny_llama, change):
+    found = found_of(tiny_llama)
+    data = json.loads(found.file.read_text())
+    found.file.write_text(json.dumps(data | change))
+    with (
+        LLM(config=config(tiny_llama)) as llm,
+        pytest.raises(SaccadeError, match=r"cannot be used .*saccade tune again"),
+    ):
+        files.find_tuned(llm.model, files.place_of(llm.model, None, "auto"))
 
+
+@pytest.mark.parametrize("harm", ["no json", '{"version": 1, "policy": "nix"}', "[]", ""])
+def test_a_broken_file_is_named_and_the_safe_preset_stands_in(tiny_llama, harm, monkeypatch):
     found = found_of(tiny_llama)
     assert found.file is not None
     found.file.write_text(harm)

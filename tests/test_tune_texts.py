@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,6 @@ def test_what_holds_over_one_text_has_to_hold_over_the_others(tiny_llama, cache)
     options = {"ladders": (Ladder("decode", (NEAR, FAR)),), "bound": 0.02, "rounding": False}
     alone = tune(config(tiny_llama), lambda llm: ("flat", flat(llm)), **options)
     assert [one.why for one in alone.tried] == [None, None]
-    assert alone.tuned is not None
     found = tune(
         config(tiny_llama),
         lambda llm: ("flat", flat(llm)),
@@ -41,7 +41,6 @@ def test_what_holds_over_one_text_has_to_hold_over_the_others(tiny_llama, cache)
     assert far.why.endswith("(a text)")
     assert far.kl == pytest.approx(found_of(tiny_llama, bound=0.02).tried[2].kl, rel=1e-4)
     assert near.kl >= alone.tried[0].kl
-    assert found.tuned is not None
     assert (found.tuned.policy, found.tuned.text) == (NEAR, "flat and a text")
 
 
@@ -63,7 +62,6 @@ def test_rounding_of_each_text_is_the_yardstick_there(tiny_llama, monkeypatch):
     found = found_of(tiny_llama, **options)
     assert list(found.roundings) == ["a text", "flat"]
     assert asked == list(found.roundings.values())
-    assert found.tuned is not None
     assert found.tuned.rounding == min(asked)
 
 
@@ -107,6 +105,10 @@ def test_the_command_holds_a_file_and_the_made_text(capsys, tiny_llama, tmp_path
     assert "rounding (text.txt)" in out
     assert "rounding (made prose with facts)" in out
     assert "| `psa` |" in out
+    kept = next((line.split("`")[1] for line in out.splitlines() if line.endswith("| kept |")), None)
+    told = [line for line in out.splitlines() if line.startswith("Over other texts: ")]
+    assert [shlex.split(line)[-1] for line in told] == [kept] * (kept is not None)
+    assert all(f" eval drift -m {tiny_llama} -f TEXT -p " in line for line in told)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +30,16 @@ class Watch:
     replays_next: bool = False  # whether it will do so in the next step
     bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
     pulse: Pulse = field(default_factory=Pulse)  # whether the engine's thread gets on
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """No observer is shown what runs within the block: it is none of the requests that one was set to watch."""
+        before = self.observer, self.logits
+        self.observer = self.logits = None
+        try:
+            yield
+        finally:
+            self.observer, self.logits = before
 
     def begin(self, maps: Mapping[int, Observer]) -> None:
         """A step begins, with the ``maps`` of its requests, and so far nothing else of single requests."""

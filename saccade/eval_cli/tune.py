@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -95,9 +96,14 @@ def tune(
     )
     print(table(found), end="")
     print(f"\n{found.said}")
+    if found.tuned.times is not None:
+        where = shlex.quote(str(model_name or config.model))
+        print(f"Over other texts: saccade eval drift -m {where} -f TEXT -p {shlex.quote(found.tuned.policy)}")
     for file in (found.file, found.heads):
         if file is not None:
             print(file)
+    if found.unwritten is not None:
+        raise found.unwritten
 
 
 def _uninterrupted(study: Callable[..., Found], *args: Any, **options: Any) -> Found:

@@ -46,7 +46,8 @@ class Times:
 class Tuned:
     """A ``policy`` that a model allows. ``text``: over which text; ``kl`` (nats, its mean), ``agree`` (share of tokens)
     and ``rounding`` (what bfloat16 alone agrees in, None where that was not measured): see eval.drift. ``length``:
-    tokens of the text. ``tried``: a row a policy that was tried. ``made``: the day."""
+    tokens of the text. ``times``: None of dense, which is kept where no other policy that was tried may be.
+    ``tried``: a row a policy that was tried. ``made``: the day."""
 
     policy: str
     text: str
@@ -54,7 +55,7 @@ class Tuned:
     kl: float
     agree: float
     rounding: float | None
-    times: Times
+    times: Times | None
     made: str
     tried: list[dict[str, Any]] = field(default_factory=list)
 
@@ -104,8 +105,10 @@ def find_tuned(model: LoadedModel, place: Mapping[str, Any]) -> Tuned | None:
 
 def _tuned(data: dict[str, Any]) -> Tuned:
     data.pop("place")
-    found = Tuned(**{**data, "times": _times(data["times"])})
-    Policy.parse(found.policy)
+    times = None if data["times"] is None else _times(data["times"])
+    found = Tuned(**{**data, "times": times})
+    if (Policy.parse(found.policy) == Policy()) != (times is None):
+        raise ValueError("a policy has times, dense none")
     return found
 
 

@@ -81,6 +81,9 @@ class Automatic:
             tuned, said = None, f"a safe preset, since {error}"
         if tuned is not None:
             policy, found = Policy.parse(tuned.policy), tuned.times
+            if found is None:
+                said = f"saccade tune found none that reads less within its bounds on {tuned.text}"
+                return Offer(policy, None, None, said), True
             agreed = f"{100 * tuned.agree:.1f} % of tokens agree"
             said = f"tuned on {tuned.text} (KL {tuned.kl:.2g} nats, {agreed}), timed on this machine"
             return Offer(policy, pays_from(found, "prefill"), pays_from(found, "decode"), said), True

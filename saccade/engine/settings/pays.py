@@ -48,6 +48,7 @@ class Runs(Protocol):
     checks: Checks
     max_model_len: int
     prefixes: Any
+    watch: Any
 
     @property
     def busy(self) -> bool:
@@ -142,14 +143,17 @@ def _timed(
 
 @contextmanager
 def _unseen(engine: Runs) -> Iterator[None]:
-    """What runs leaves nothing behind for others: no prefix where there was none, and no counts."""
+    """What runs is shown to no observer, and leaves nothing behind for others: no prefix where there was none, and no
+    counts."""
     prefixes = engine.prefixes
     if prefixes is None:
-        yield
+        with engine.watch.unseen():
+            yield
         return
     counts, kept = (prefixes.queries, prefixes.hits), prefixes.kept_slots
     try:
-        yield
+        with engine.watch.unseen():
+            yield
     finally:
         prefixes.queries, prefixes.hits = counts
         if not kept:

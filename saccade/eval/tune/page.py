@@ -13,8 +13,7 @@ def table(found: Found) -> str:
     rows: list[tuple[str, ...]] = []
     for name, agreed in found.roundings.items():
         rows.append(("bfloat16", "-", f"{100 * agreed:.1f} %", "-", "-", f"rounding ({name})"))
-    kept = None if found.tuned is None else found.tuned.policy
-    rows += [_cells(one, one.policy == kept) for one in found.tried]
+    rows += [_cells(one, one.policy == found.tuned.policy) for one in found.tried]
     lines = [HEAD, ("---", "---:", "---:", "---:", "---:", "---"), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

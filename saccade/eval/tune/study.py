@@ -38,15 +38,17 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Found:
     """``roundings``: the share of tokens that bfloat16's rounding leaves, by text; empty where it was not measured.
-    ``tuned`` None: nothing is left that reads less, and ``said`` why. ``file``: where it was written; ``heads``: the
-    file of what each KV head reads, None where that is not known."""
+    ``tuned``: what is kept, dense where nothing is left that reads less. ``file``: where it was written, None where the
+    system refused, and ``unwritten`` why; ``heads``: the file of what each KV head reads, None where that is not
+    known."""
 
     tried: list[Tried]
     roundings: dict[str, float]
-    tuned: Tuned | None
+    tuned: Tuned
     said: str
     file: Path | None
     heads: Path | None = None
+    unwritten: SaccadeError | None = None
 
 
 def tune(
@@ -89,28 +91,35 @@ def tune(
         tried = _climbed(trial, ladders, until, note)
         chosen, joint = _joined(trial, tried, note)
         tried += joint
-        if chosen is None:
-            why = "Stay with dense: no policy that was tried reads less within the bounds, in less time."
-            return Found(tried, roundings, None, why, None)
-        policy = Policy.parse(chosen.policy)
-        times = timed(llm.engine, policy, max(TIMING * seconds, began + seconds - time.monotonic()), always=True)
-        if isinstance(times, Untimed):
-            raise RequestError(f"'{policy.text}' holds the bounds, but is not kept: {times.why}")
+        policy = Policy() if chosen is None else Policy.parse(chosen.policy)
+        times = None
+        if chosen is not None:
+            left = began + seconds - time.monotonic()
+            measured = timed(llm.engine, policy, max(TIMING * seconds, left), always=True)
+            if isinstance(measured, Untimed):
+                raise RequestError(f"'{policy.text}' holds the bounds, but is not kept: {measured.why}")
+            times = measured
         tuned = Tuned(
             policy.text,
             " and ".join(one.name for one in texts),
             longest,
-            float(f"{chosen.kl:.4g}"),
-            chosen.agree,
+            0.0 if chosen is None else float(f"{chosen.kl:.4g}"),
+            1.0 if chosen is None else chosen.agree,
             min(roundings.values(), default=None),
             times,
             datetime.date.today().isoformat(),
             [one.row for one in tried],
         )
-        file = keep_tuned(llm.model, place_of(llm.model, config.threads, config.kv_dtype), tuned)
-        densities = _densities(llm, tuned, chosen, tried)
-        heads = keep_heads(llm.model.path, config.layers, densities) if densities.phases else None
-        return Found(tried, roundings, tuned, said_of(tuned, densities), file, heads)
+        densities = None if chosen is None else _densities(llm, tuned, chosen, tried)
+        found = Found(tried, roundings, tuned, said_of(tuned, densities), None)
+        try:  # what minutes found is told even where it cannot be written
+            file = keep_tuned(llm.model, place_of(llm.model, config.threads, config.kv_dtype), tuned)
+            found = replace(found, file=file)
+            if densities is not None and densities.phases:
+                found = replace(found, heads=keep_heads(llm.model.path, config.layers, densities))
+        except RequestError as error:
+            found = replace(found, unwritten=error)
+        return found
 
 
 def _read(llm: LLM, source: Source, seed: int) -> Text:
@@ -138,6 +147,10 @@ def _densities(llm: LLM, tuned: Tuned, chosen: Tried, tried: Sequence[Tried]) ->
 def said_of(tuned: Tuned, densities: HeadDensities | None = None) -> str:
     """What ``auto`` makes of it, and processes that share the model out."""
     policy = Policy.parse(tuned.policy)
+    if tuned.times is None:
+        return (
+            "Stay with dense: no policy that was tried reads less within the bounds. auto stays dense for this model."
+        )
     parts = []
     for phase in ("prefill", "decode"):
         method = getattr(policy, phase)
