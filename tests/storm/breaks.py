@@ -78,7 +78,7 @@ POLICIES = (  # sparse at 40 tokens; those that keep a state come twice where an
 CHUNK, SIZE, LAYERS, HEAD_DIM = 32, 16, 2, 16
 ROUNDING = 2e-5  # of a sum of log-probabilities: products of a prefill that was cut short have fewer rows
 MOVED = 0.02  # of the same, where that took a value over the middle between two codes of 8 bits
-MOST_MOVED = 4  # values of a session
+MOST_MOVED = 4  # values of a session's first layer that has some
 ROOM = 12  # blocks of a layer: a session and a part of another request
 STATES = 9  # of layers that keep one: snapshots go, and a quarter of so much memory has room for two
 
@@ -291,13 +291,15 @@ def stored(sequence: Any) -> list[Tensor]:
 
 
 def moved(ours: list[Tensor], theirs: list[Tensor]) -> int:
-    """How many codes are other ones. Beyond counting where one is not its neighbour, or a scale another."""
+    """How many codes, or scales, are other ones where the first are: later layers compute of what was read there, so
+    that a sixteenth of theirs may be, too. Beyond counting where one is not its neighbour."""
     if any(one.shape != other.shape for one, other in zip(ours, theirs)):
         return MOST_MOVED + 1
     apart = [(one.int() - other.int()).abs() for one, other in zip(ours, theirs)]
-    if any(int(one.max()) > 1 or bool(one[..., HEAD_DIM:].any()) for one in apart):
+    counts = [int((one > 0).sum()) for one in apart]
+    if any(int(one.max()) > 1 or 16 * count > one.numel() for count, one in zip(counts, apart)):
         return MOST_MOVED + 1
-    return sum(int((one > 0).sum()) for one in apart)
+    return next((count for count in counts if count), 0)
 
 
 def breaks(
