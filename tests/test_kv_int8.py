@@ -403,6 +403,43 @@ def test_nothing_is_certified_of_numbers_with_too_few_digits(rows):
         assert math.isfinite(attention_error(q[:2, -1], view, 0, 0.125)) == known
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_rounding_adds_counts_what_reading_rounds(dtype):
+    """A code times its scale has more digits than bfloat16, so that what is read may lie nearly a step from the key:
+    then two keys move apart by more than their codes' rounding."""
+    torch.manual_seed(0)
+    worst = 0.0
+    for largest in (1.0625, 1.125, 1.25):
+        for size in (1.0078125, 0.9921875, 0.8046875):
+            for sign in (-0.5, 0.5):
+                k = torch.full((1, 2, 64), size)
+                k[:, 1] *= -1
+                k[..., 0] = largest
+                q, v = torch.full((1, 64), sign), torch.zeros(1, 2, 64)
+                q[:, 0] = 0
+                v[0, 0 if sign < 0 else 1, 0] = 127
+                q, k, v = (one.to(dtype) for one in (q, k, v))
+                view = KVView.from_tensors(k, v, rows=INT8)
+                read, exact = (torch.softmax(q.double() @ keys[0].double().T, -1) for keys in (view.keys(), k))
+                outs = [weights @ v[0].double() for weights in (read, exact)]
+                error = float((outs[0] - outs[1]).norm() / (read @ v[0].double().norm(dim=-1)))
+                bound = attention_error(q, view, 0, 1.0)
+                assert error <= bound < 2, (largest, size, sign)
+                worst = max(worst, error / bound)
+    assert worst > 0.4  # or this shows nothing
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-22, 1e-30, 1e-37])
+def test_what_rounding_adds_to_small_values(size):
+    """Their squares are no numbers of float32."""
+    v = torch.full((1, 1, 64), 0.4956)
+    v[..., 0] = 1
+    view = KVView.from_tensors(torch.zeros(1, 1, 64), v * size, rows=INT8)
+    read = view.values()[0, 0].double()
+    error = float((read - (v * size)[0, 0].double()).norm() / read.norm())
+    assert 0 < error <= attention_error(torch.zeros(1, 64), view, 0, 1.0)
+
+
 def test_a_certificate_says_what_rounding_adds(model):
     """In the report, and no less than what it was over keys and values that are not rounded."""
     n, d = 300, 64

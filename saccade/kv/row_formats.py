@@ -56,10 +56,11 @@ class RowFormat:
         """The values of ``stored`` [..., width], in ``dtype``: [..., head_dim]."""
         return stored
 
-    def step(self, stored: Tensor) -> Tensor | None:
-        """What lies between a value and its neighbours, of which the nearest was stored: fp32 [..., head_dim]; None
-        where rows are as they were. inf where that is not known, of numbers below LEAST; what was so small that 0 is
-        stored counts as 0."""
+    def step(self, stored: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What lies between a value and its neighbours, of which the nearest was stored, with what lies between numbers
+        of ``dtype`` where the value is rounded to those as it is read: fp32 [..., head_dim]. No value that was stored
+        is further than half of it from what is read. None where rows are as they were; inf where that is not known, of
+        numbers below LEAST; what was so small that 0 is stored counts as 0."""
         return None
 
 
@@ -76,7 +77,7 @@ class HalfRows(RowFormat):
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.to(dtype)
 
-    def step(self, stored: Tensor) -> Tensor | None:
+    def step(self, stored: Tensor, dtype: torch.dtype) -> Tensor | None:
         size = stored.float().abs()
         return torch.where((size > 0) & (size < LEAST), torch.inf, size * 2**-7)
 
@@ -122,11 +123,16 @@ class Int8Rows(RowFormat):
         values = self.head_dim(stored.shape[-1])
         return stored[..., values:].contiguous().view(SCALE)[..., : -(-values // SCALED)].float()
 
-    def step(self, stored: Tensor) -> Tensor | None:
+    def step(self, stored: Tensor, dtype: torch.dtype) -> Tensor | None:
         values = self.head_dim(stored.shape[-1])
         scales = self.scales(stored)
         known = torch.where((scales > 0) & (scales < LEAST), torch.inf, scales)  # too few digits for their own rounding
-        return known.repeat_interleave(SCALED, -1)[..., :values]
+        step = known.repeat_interleave(SCALED, -1)[..., :values]
+        if dtype == torch.float32:  # which has a code's digits and a scale's
+            return step
+        digits = torch.finfo(dtype)
+        size = self.decode(stored, torch.float32).abs()
+        return step + torch.where(size > 0, (digits.eps * size).clamp(min=digits.smallest_normal * digits.eps), 0.0)
 
 
 def _scaled(rows: Tensor) -> Tensor:
@@ -178,7 +184,7 @@ class Fp8Rows(RowFormat):
         scale = stored[..., values : values + 4].contiguous().view(torch.float32)
         return (stored[..., :values].contiguous().view(torch.float8_e4m3fn).float() * scale).to(dtype)
 
-    def step(self, stored: Tensor) -> Tensor | None:
+    def step(self, stored: Tensor, dtype: torch.dtype) -> Tensor | None:
         values = self.head_dim(stored.shape[-1])
         scale = stored[..., values : values + 4].contiguous().view(torch.float32)
         exponent = (stored[..., :values] & 0x7F) >> 3  # of codes below 2^-6 as of those above

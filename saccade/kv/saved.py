@@ -35,7 +35,8 @@ class SavedKV:
         plain: dict[str, Any] = {"k_rows": AUTO.name, "v_rows": AUTO.name, "value_dim": None, "others": []}
         plain |= {"turned": False, "balanced": False}
         stored, own = plain | self.metadata, plain | described(pool)
-        for name, here in own.items():
+        others = own.pop("others")  # last: what differs in the first group as well is better said by its name
+        for name, here in [*own.items(), ("others", others)]:
             if stored.get(name) != here:
                 raise SaccadeError(
                     f"saved KV has {name}={stored.get(name)!r}, but this storage has {here!r}{_way_out(name, stored)}"

@@ -17,6 +17,7 @@ import xxhash
 
 from saccade.errors import SaccadeError
 from saccade.files import write_text
+from saccade.kv.row_formats import FORMATS
 from saccade.machine import gpu_name, processor
 from saccade.methods.policy import Policy
 from saccade.models.cached import cache_homes, is_ours
@@ -61,8 +62,9 @@ class Tuned:
 
 
 def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str, Any]:
-    """What times hang on: the model's shape and formats, the machine, and the threads of a CPU."""
-    spec = model.spec
+    """What times, and what a policy loses, hang on: the model's shape and formats, whether keys are turned otherwise
+    than ``kv_dtype`` has it by default, the machine, and the threads of a CPU."""
+    spec, turned = model.spec, model.runner.turns is not None
     return {
         "family": spec.family,
         "layers": spec.layers,
@@ -72,6 +74,7 @@ def place_of(model: LoadedModel, threads: int | None, kv_dtype: str) -> dict[str
         "dtype": str(spec.dtype).removeprefix("torch."),
         "weight_bytes": model.weight_bytes,
         "kv_dtype": kv_dtype,
+        **({"turned": turned} if turned != FORMATS[kv_dtype].turned else {}),
         **host_of(model.device, threads),
     }
 

@@ -20,12 +20,12 @@ def attention_error(q: Tensor, kv: KVView, kv_head: int, scale: float) -> float:
     cap brings logits nearer to each other.
     """
     keys, values = (part[kv_head] for part in kv.stored())
-    steps, value_steps = kv.format.k.step(keys), kv.format.v.step(values)
+    steps, value_steps = kv.format.k.step(keys, kv.dtype), kv.format.v.step(values, kv.dtype)
     if steps is None or value_steps is None:
         return 0.0
     half = steps.amax(0) / 2  # by channel
     off = float((q.float().abs() @ half).amax()) * abs(scale)
-    rounded = (value_steps / 2).norm(dim=-1)
-    share = rounded / kv.format.decode(values, kv.format.v).float().norm(dim=-1)
+    rounded = (value_steps.double() / 2).norm(dim=-1)  # squares of small numbers are none in float32
+    share = rounded / kv.format.decode(values, kv.format.v).double().norm(dim=-1)
     worst = float(torch.where(rounded > 0, share, 0.0).amax())
     return math.exp(2 * off) * (1 + worst) - 1 if 2 * off < 700 and worst < math.inf else math.inf

@@ -24,6 +24,7 @@ _SETTINGS = (
         "quantize",
         "max_model_len",
         "kv_dtype",
+        "kv_rotate",
         "prefill_chunk",
         "max_requests",
         "block_size",
