@@ -102,6 +102,12 @@ class Beat(Frame, tag="beat"):
     processor: float | None = None
 
 
+class Gone(Frame, tag="gone"):
+    """The engine's last word: why its process ends."""
+
+    why: str = ""
+
+
 class Ready(Frame, tag="ready"):
     """The engine's first word: what :class:`~saccade.server.engines.About` says."""
 
@@ -152,7 +158,7 @@ ToEngine = (
     | ClearPrefixes
     | Close
 )
-FromEngine = Ready | Reply | Outputs | Beat
+FromEngine = Ready | Reply | Outputs | Beat | Gone
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -31,7 +31,7 @@ from saccade.errors import EngineLost, brief
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
-HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
+HANG_SECONDS = 6.0  # that a rank which is waited for may use no processor: the engine ends within 10, if hosts are busy
 DYING_SECONDS = 1.0  # after its connections have broken, that a process takes to be known as dead
 START_SECONDS = 600.0  # to load a model
 COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
@@ -203,6 +203,8 @@ class RankLink:
 
     def lose(self, error: BaseException | None) -> RanksLost:
         """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
+        if (known := self.lost) is not None:  # those that wait need not until all processes have ended
+            return known
         with self._losing:
             if self.lost is not None:
                 return self.lost
@@ -227,8 +229,8 @@ class RankLink:
         logger.error("%s", str(self.lost))  # a record that is kept would keep what raises it
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
-            for process in self.processes:  # which may wait on their GPUs, and hold nothing that is to be kept
-                process.kill()
+        for process in self.processes:  # which may wait for each other, and hold nothing that is to be kept
+            process.kill()
         self._finalizer()
         return self.lost
 
