@@ -9,7 +9,6 @@ from pathlib import Path
 
 import fork_server
 import pytest
-from rank_helpers import blocks
 from server_helpers import FAR, error, parsed, serving, until
 
 from saccade.cli.main import main
@@ -25,11 +24,11 @@ def ranks_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_named_to_all_that_ask(tiny_llama, monkeypatch, how):
+def test_a_lost_rank_is_named_to_all_that_ask(far_llama, monkeypatch, how):
     """To what runs, to later requests, by /health and as the server ends."""
     monkeypatch.setattr(engine_launch, "subprocess", fork_server.SUBPROCESS)
     config = EngineConfig.of(
-        model=tiny_llama, dtype="float32", device="cpu", threads=1, kv_memory=blocks(2, 60), tensor_parallel_size=2
+        model=far_llama, dtype="float32", device="cpu", threads=1, kv_memory="32MiB", tensor_parallel_size=2
     )
     with serving(EngineProcess(config, "error")) as server:
         (rank,) = ranks_of(server.serving.engine.process.pid)
