@@ -31,8 +31,8 @@ _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\
 
 def serve(engine: EngineFace, config: ServerConfig) -> None:
     """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
-    most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then. EngineLost
-    where it was lost, or hung, by then."""
+    most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then.
+    EngineLost where it was lost, or hung, by then."""
     server = Server(Serving(engine, config))
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
