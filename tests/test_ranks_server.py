@@ -60,6 +60,7 @@ def test_a_server_that_has_lost_its_engine_ends_with_exit_code_1(monkeypatch, ca
             pass
 
     monkeypatch.setattr("saccade.server.run.serve", run)
+    monkeypatch.setattr("saccade.server.logs.log_to_stderr", lambda level: None)  # later tests would write to it
     monkeypatch.setattr("saccade.server.engine_client.EngineProcess", Engine)
     with pytest.raises(SystemExit) as ended:
         main(["serve", "reference", "--device", "cpu"])
