@@ -37,6 +37,7 @@ def test_a_lost_rank_is_named_to_all_that_ask(far_llama, monkeypatch, how):
             first = next(lines)
             os.kill(rank, how)
             events = parsed(iter([first, *lines]))
+        assert events[-2]["error"]["code"] == "engine_lost"
         assert "rank 1 of 2" in events[-2]["error"]["message"]
         until(lambda: server.client.get("/health").json()["status"] == "broken")
         assert "rank 1 of 2" in server.client.get("/health").json()["error"]
