@@ -8,6 +8,7 @@ decode step, what the sums between ranks take of them, and what the hardware all
 Weights are random and made on each rank's device, the same for any number of them; nothing here says anything about
 answers. Prompts of decode rows are computed with a window, since what lies in their keys does not matter. A row is a
 line of JSON, printed and written to $OUT/tensor_parallel.jsonl as it comes; ratios of several GPUs to one come last.
+--seconds bounds each engine, --most-seconds all of them.
 "without sums" is the same with each rank's part in place of the sum (logits are gathered), whose answers mean nothing.
 """
 
@@ -88,6 +89,13 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
             what="start", **facts, seconds=time.perf_counter() - began, joins=joins, weights=llm.model.weight_bytes
         )
         vocab = min(shape.vocab, 256)
+        if shape.first is not None and not one:  # before decode rows, whose prompts are to stay
+            for what, policy in (
+                ("sparse first token", SPARSE.format(max(1024, shape.first // 16))),
+                ("dense first token", "dense"),
+            ):
+                attempt(rows, facts | {"what": what}, lambda policy=policy: first(llm, shape.first or 0, vocab, policy))
+            llm.reset_prefix_cache()
         plans = [
             ("dense decode", f"{WINDOW}+dense"),
             ("arkvale decode", f"{WINDOW}+arkvale(budget=2048, unit=kv_head)"),
@@ -98,12 +106,6 @@ def measure(name: str, ranks: int, device: str, rows: Rows) -> None:
                 attempt(
                     rows, facts | {"what": f"{what}: kernels"}, lambda policy=policy: kernels(llm, shape, vocab, policy)
                 )
-        if shape.first is not None and not one:
-            for what, policy in (
-                ("dense first token", "dense"),
-                ("sparse first token", SPARSE.format(max(1024, shape.first // 16))),
-            ):
-                attempt(rows, facts | {"what": what}, lambda policy=policy: first(llm, shape.first or 0, vocab, policy))
         llm.close()
 
 
@@ -250,6 +252,8 @@ def compare(ranks: int) -> None:
 
 def apart(name: str, ranks: int, device: str, seconds: float, **variables: str) -> None:
     """An engine in a process of its own, for at most so long."""
+    if seconds < 5:
+        return Rows(OUT).add(what="start", shape=name, ranks=ranks, failed="no time was left")
     command = [sys.executable, __file__, "--measure", name, str(ranks), "--device", device]
     process = subprocess.Popen(command, env={**os.environ, **variables})
     try:
@@ -266,6 +270,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=170.0, help="of one engine, at most")
+    parser.add_argument("--most-seconds", type=float, help="of all engines together; ratios of what has run come then")
     parser.add_argument("--kernels", action="store_true", help="also say what kernels take of a step, on the first GPU")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--sums", type=int, help=argparse.SUPPRESS)
@@ -276,6 +281,11 @@ def main() -> None:
         return measure(given.measure[0], int(given.measure[1]), given.device, Rows(OUT))
     if given.kernels:
         os.environ[KERNELS_NAMED] = "1"
+    ends = float("inf") if given.most_seconds is None else time.monotonic() + given.most_seconds
+
+    def left() -> float:
+        return min(given.seconds, ends - time.monotonic())
+
     for part in given.parts:
         name, _, which = part.partition(":")
         if part == "limits":
@@ -284,13 +294,13 @@ def main() -> None:
             all_sums(given.ranks)
         else:
             if which in ("", "ranks"):
-                apart(name, given.ranks, given.device, given.seconds)
+                apart(name, given.ranks, given.device, left())
             if which in ("", "one"):
-                apart(name, 1, given.device, given.seconds)
+                apart(name, 1, given.device, left())
             if which in ("", "bare"):
-                apart(name, given.ranks, given.device, given.seconds, **{NO_SUMS: "1"})
+                apart(name, given.ranks, given.device, left(), **{NO_SUMS: "1"})
             if which == "alone":
-                apart(name, given.ranks, given.device, given.seconds, **{ALONE: "1"})
+                apart(name, given.ranks, given.device, left(), **{ALONE: "1"})
     compare(given.ranks)
 
 

@@ -149,7 +149,13 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
     at = Path(start.store)
     counts, steps = SumCounts(counts_path(at), ranks), SumCounts(steps_path(at), ranks)
     group.append(RankGroup(store, rank, ranks, patience(device), counts, device, at.parent.name))
-    OtherRank(group[0], pool, model.runner, setting, start.exact, config.cuda_graphs, steps).follow(messages)
+    other = OtherRank(group[0], pool, model.runner, setting, start.exact, config.cuda_graphs, steps)
+    try:
+        other.follow(messages)
+    except Exception as error:
+        if not group[0].broken:
+            store.set(failed(rank), f"{type(error).__name__}: {brief(error)}")
+        raise
 
 
 def _end_with_the_first() -> None:

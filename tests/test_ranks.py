@@ -246,8 +246,8 @@ def alike(mine, theirs) -> None:
     """Two reports of the same work; counts that are means over heads may differ by their rounding."""
     for phase in ("prefill", "decode"):
         own, other = mine[phase], theirs[phase]
-        for name in ("keys_attended", "keys_causal", "tokens", "searches", "coverage", "kinds"):
-            assert own.get(name) == other.get(name), name
+        for name in ("keys_attended", "keys_causal", "tokens", "searches", "search_ratio", "selections"):
+            assert own[name] == other[name], name
         for name in ("keys_scored", "keys_estimated"):
             assert own[name] == pytest.approx(other[name], abs=8 + own[name] / 500), name
 

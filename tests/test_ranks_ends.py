@@ -68,7 +68,7 @@ def test_a_rank_that_hangs(two):
     os.kill(process.pid, signal.SIGSTOP)
     finish(engine)
     assert re.search(r"rank 1 of 2 hangs: it used no processor for \d s.*begin another", request.error)
-    assert process.poll() == -signal.SIGKILL
+    assert process.wait(10) == -signal.SIGKILL
     assert not two.loop.alive
 
 
@@ -161,7 +161,7 @@ def test_a_rank_whose_pass_breaks(tiny_llama, on_a_thread, monkeypatch):
 
 def test_a_rank_that_cannot_load_its_model_says_why(tmp_path):
     link = RankLink(2)
-    link.processes.append(SimpleNamespace(poll=lambda: None, stdin=None, wait=lambda seconds: 0))
+    link.processes.append(SimpleNamespace(poll=lambda: None, stdin=None, wait=lambda seconds: 0, kill=lambda: None))
     config = EngineConfig(model=tmp_path, device="cpu", tensor_parallel_size=2)
     with pytest.raises(SaccadeError):
         serve(Start(config, 1, str(link.store_path), 3, 64, True, torch.get_num_threads()), iter(()))

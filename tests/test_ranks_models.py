@@ -133,6 +133,30 @@ def test_keys_and_values_in_eight_bits(tmp_path, policy):
     same(*answers)
 
 
+def test_keys_with_a_bias_are_balanced_whatever_holds_their_weights(tmp_path):
+    """Where layers run as transformers' modules: of parts, and of weights that are rounded as they load."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "max_position_embeddings": 512}
+    folder = make_checkpoint("gpt_oss", tmp_path, **sizes)
+    whole, rounded = load_model(folder, "float32"), load_model(folder, "float32", quantize="int8")
+    parts = [load_model(folder, "float32", share=Share(rank, 3, lambda: None)) for rank in range(3)]
+    for model in (whole, rounded, *parts):
+        assert model.balances_modules
+        model.runner.turn_keys()
+    for name in ("query", "key"):
+        wanted = [getattr(one, name) for one in whole.runner.turns]
+        for layer, want in enumerate(wanted):
+            own = [getattr(model.runner.turns[layer], name) for model in (rounded, *parts)]
+            torch.testing.assert_close(own[0], want)
+            torch.testing.assert_close(torch.cat(own[1:]), want)
+    scores = []
+    for count in (1, 3):
+        with make(folder, count, kv_memory="8MiB", kv_dtype="int8", exact=False) as llm:
+            found = llm.generate(PROMPTS[:2], greedy(1, prompt_logprobs=0))
+            rows = [next(iter(at.values())).logprob for one in found for at in one.prompt_logprobs[1:]]
+            scores.append(torch.tensor(rows))
+    assert float((scores[0] - scores[1]).abs().median()) < 1e-4  # a key that is rounded the other way moves few
+
+
 TIERS = {
     "host": {"kv_host": "8MiB"},
     "disk": {"kv_disk": "tier:8MiB"},

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_helpers import EVERY, finish
 from rank_helpers import PROMPTS, greedy, make, same
-from tiny_models import VOCAB, make_checkpoint
+from tiny_models import VOCAB, make_checkpoint, random_ids
 
 from saccade import SamplingParams, ranks
 from saccade.engine.messages import MapOrder
@@ -293,3 +293,29 @@ def test_preemption(tiny_llama):
             answers.append(llm.generate(PROMPTS[:3] * 2, greedy(41), policy=policies * 2))
             assert llm.engine.link is None or sum(one.reports[0]["preemptions"] for one in answers[-1]) > 0
     same(*answers)
+
+
+@pytest.mark.parametrize(
+    ("policy", "phase"),
+    [
+        ("flexprefill(gamma=0.9, block_size=64, min_budget=0, tau=0.2)", "prefill"),
+        ("vattention(epsilon=0.3, sinks=4, local=20, heavy=16, block_size=8)", "decode"),
+        ("vattention(epsilon=0.5, sinks=0, local=1, heavy=8, base=0.2, block_size=8, follow=2, seed=3)", "decode"),
+    ],
+)
+def test_kinds_and_costs_of_heads_that_choose_unlike(tmp_path, policy, phase):
+    """A process of few heads may have one kind where all heads have a mixture; costs are means over all heads, however
+    few keys or blocks a head's share of them is."""
+    sizes = {**HEADS, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
+    folder, reports = make_checkpoint("llama", tmp_path, **sizes), []
+    for count in (1, 4):
+        with make(folder, count, kv_memory="16MiB", exact=False, prefill_chunk=128) as llm:
+            found = llm.generate([random_ids(420, 1), random_ids(281, 2)], greedy(8, seed=3), policy=policy)
+            reports.append([one.report[phase] for one in found])
+    seen = set()
+    for mine, theirs in zip(*reports, strict=True):
+        seen.update(mine["selections"])
+        assert theirs["selections"] == mine["selections"]
+        for name in ("keys_scored", "keys_estimated"):
+            assert theirs[name] == pytest.approx(mine[name], abs=8, rel=2e-3), name
+    assert seen != {"dense"}

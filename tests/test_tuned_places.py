@@ -72,6 +72,13 @@ def test_what_was_tuned_here_is_used_whatever_lies_beside_it(llm, caplog):
     assert not [one for one in caplog.records if FOUND in one.getMessage()]
 
 
+def test_a_policy_found_over_keys_that_lie_otherwise_is_named(llm):
+    timed(llm)
+    keep(llm, turned=False)
+    said = llm.engine.automatic.offer().said
+    assert f"{FOUND} with kv_rotate=False, not with kv_rotate as it is by default; run it again" in said
+
+
 def test_a_broken_file_is_what_is_told_of_its_own_place(llm):
     timed(llm)
     keep(llm).write_text("{")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.cli.options import POLICY, load_model, takes_engine
-from saccade.errors import SaccadeError, shown
+from saccade.errors import EngineLost, SaccadeError, shown
 from saccade.server import TOKEN_GAP
 
 if TYPE_CHECKING:
@@ -224,4 +224,8 @@ def serve(
     if engine.note:
         print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)
-    run(engine, settings)
+    try:
+        run(engine, settings)
+    except EngineLost as error:  # not bad input
+        print(f"saccade: error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

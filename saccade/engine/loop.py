@@ -154,8 +154,15 @@ class AsyncEngine:
     @property
     def alive(self) -> bool:
         """Whether requests can be served: not after :meth:`close`, once the thread has broken, or a rank is lost."""
+        return self.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be served, by name of a lost rank; None where they can."""
         link = self.engine.link
-        return not self._loop.closed and (link is None or link.lost is None)
+        if link is not None and link.lost is not None:
+            return str(link.lost)
+        return "this engine has ended" if self._loop.closed else None
 
     def statistics(self) -> EngineStatistics:
         """How the engine stands."""

@@ -55,6 +55,11 @@ class MatrixProduct(nn.Module):
         return self.matrix.weight
 
     @property
+    def bias(self) -> Tensor | None:
+        """As of an ``nn.Linear``: ``kv_rotate`` balances keys by it."""
+        return self.matrix.bias
+
+    @property
     def out_features(self) -> int:
         """As of an ``nn.Linear``."""
         return self.matrix.made

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SHAPE = ("family", "layers", "heads", "kv_heads", "head_dim")  # of a model; the rest of a place may differ
 _HOST = ("machine", "cores")
 _SETTINGS = ("dtype", "kv_dtype", "threads")
+_TURNED = "turned"  # named where keys are not turned as their format has it by default
 
 
 def policy_files() -> dict[Path, dict[str, Any]]:
@@ -47,8 +48,9 @@ def tuned_elsewhere(model: LoadedModel, place: Mapping[str, Any]) -> str | None:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two places, by name: there, and here. Of ``here`` only what it names counts."""
-    named = [name for name in (*_HOST, *_SETTINGS) if name in here]
+    """What differs between two places, by name: there, and here. Of ``here`` only what it names counts, and whether
+    keys are turned."""
+    named = [name for name in (*_HOST, *_SETTINGS, _TURNED) if name in here or name == _TURNED]
     return {name: (there.get(name), here[name]) for name in named if there.get(name) != here[name]}
 
 
@@ -67,7 +69,11 @@ def _distance(differs: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _settings(values: Mapping[str, Any]) -> str:
-    return " and ".join(f"{name}={values[name]}" for name in _SETTINGS if values.get(name) is not None)
+    said = [f"{name}={values[name]}" for name in _SETTINGS if values.get(name) is not None]
+    if _TURNED in values:
+        turned = values[_TURNED]
+        said.append("kv_rotate as it is by default" if turned is None else f"kv_rotate={turned}")
+    return " and ".join(said)
 
 
 def _host(values: Mapping[str, Any]) -> str:

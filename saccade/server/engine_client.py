@@ -88,6 +88,7 @@ class EngineProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
         self._stuck: str | None = None
+        self._gone: str | None = None  # what the process said of its end
         self._starting = False
         assert launched.ready.statistics is not None
         self._statistics = launched.ready.statistics
@@ -240,12 +241,15 @@ class EngineProcess(asyncio.Protocol):
                 self._replied(frame)
             elif isinstance(frame, wire.Beat):
                 self._watch.heard(frame.quiet, frame.processor)
+            elif isinstance(frame, wire.Gone):
+                self._gone = frame.why
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._closing:
             self._lost = "this engine was closed"
         else:
-            self._lost = self._stuck or f"the engine's process ended by itself ({how(self.process)})"
+            ended = f"the engine's process ended by itself ({how(self.process)})"
+            self._lost = (self._stuck or ended) if self._gone is None else f"{ended}: {self._gone}"
             logger.error("the engine is gone", extra={"fields": {"why": self._lost}})
             if self._starts is not None:
                 self._starting = True

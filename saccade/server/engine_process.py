@@ -68,6 +68,11 @@ class Outbox:
         with self._lock:
             return not self._rest
 
+    def drain(self) -> None:
+        """Wait until all is sent, or the reader is gone."""
+        while not self.drained():
+            time.sleep(0.01)
+
     def _send_rest(self) -> None:
         while True:
             self._more.acquire()
@@ -228,11 +233,12 @@ def main(descriptor: int) -> None:
     while more:
         with suppress(Empty):
             more = server.handle(wire.to_engine(frames.get(timeout=ALIVE)))
-        if more and not llm.loop.alive:
+        if more and (why := llm.loop.trouble) is not None:
+            outbox.send(wire.Gone(0, why))
+            outbox.drain()
             sys.exit(1)
     server.close()
-    while not outbox.drained():
-        time.sleep(0.01)
+    outbox.drain()
     gc.unfreeze()  # see serve()
 
 

@@ -198,7 +198,7 @@ class LocalEngine:
 
     @property
     def trouble(self) -> str | None:
-        return self._stuck if self.llm.loop.alive else "this engine has ended"
+        return self.llm.loop.trouble or self._stuck
 
     async def start(self) -> None:
         self._watch.begin()
@@ -227,6 +227,9 @@ class LocalEngine:
         if self._stuck is not None:
             work.close()
             raise EngineStuck(self._stuck)
+        if (lost := self.llm.loop.trouble) is not None:
+            work.close()
+            raise EngineLost(lost)
         task = asyncio.ensure_future(work)
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asking.add(failed)

@@ -225,6 +225,8 @@ class Generation:
         if outcome.finish_reason == "cancelled":
             raise self._why or ApiError(500, "the request was cancelled", "cancelled")
         if outcome.error is not None:
+            if "RanksLost: " in outcome.error:
+                raise from_saccade(EngineLost(outcome.error))
             status = 400 if "RequestError: " in outcome.error else 500
             raise ApiError(status, f"the request failed: {outcome.error}", "generation_failed")
 

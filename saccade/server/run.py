@@ -31,7 +31,8 @@ _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\
 
 def serve(engine: EngineFace, config: ServerConfig) -> None:
     """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
-    most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then."""
+    most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then.
+    EngineLost where it was lost, or hung, by then."""
     server = Server(Serving(engine, config))
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH)
@@ -42,6 +43,8 @@ def serve(engine: EngineFace, config: ServerConfig) -> None:
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()  # or extension modules complain at the interpreter's end of what was never collected
+    if server.lost is not None:
+        raise EngineLost(f"this server ended without its engine: {server.lost}")
 
 
 class Server(uvicorn.Server):
@@ -70,6 +73,7 @@ class Server(uvicorn.Server):
             )
         )
         self.serving = serving
+        self.lost: str | None = None  # why no engine was there at the end
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: Any = None) -> None:
@@ -88,6 +92,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         self.serving.drain()  # whatever it is that ends the server
         left = await self._drained()
+        engine = self.serving.engine
+        self.lost = engine.trouble if engine.state in ("broken", "stuck") else None
         self.config.timeout_graceful_shutdown = max(SENDING, left)  # type: ignore[assignment]
         await super().shutdown(sockets)
 

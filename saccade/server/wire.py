@@ -108,6 +108,12 @@ class Loaded(Frame, tag="loaded"):
     path: str = ""
 
 
+class Gone(Frame, tag="gone"):
+    """The engine's last word: why its process ends."""
+
+    why: str = ""
+
+
 class Ready(Frame, tag="ready"):
     """The engine takes requests: what :class:`~saccade.server.engines.About` says."""
 
@@ -158,7 +164,7 @@ ToEngine = (
     | ClearPrefixes
     | Close
 )
-FromEngine = Loaded | Ready | Reply | Outputs | Beat
+FromEngine = Loaded | Ready | Reply | Outputs | Beat | Gone
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -153,7 +153,8 @@ def calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     for ask in ledger.asks[:: max(1, len(ledger.asks) // 12)]:
         (output,) = llm.generate(ask.ids, ask.params, policy=ask.policy)
         if ledger.exact:
-            assert [one.token_ids for one in output.outputs] == ask.answers, ask.policy
+            got = [one.token_ids for one in output.outputs]
+            assert got == ask.answers, f"{ask.policy}: {got} instead of {ask.answers}"
     deadline = time.monotonic() + 10
     while True:  # the engine's thread may be in the end of the last answer's step
         alive = Counter(type(one).__name__ for one in fallen() if id(one) not in others)

@@ -20,12 +20,13 @@ from torch import Tensor
 from saccade.engine.ranks.link import Group
 from saccade.engine.ranks.outcomes import Outcome
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest, StepInput, StepResult
-from saccade.engine.watch.device_counts import DeviceCounts, LateCounts
+from saccade.engine.watch.device_counts import DeviceCounts, LateCounts, selection_kind
 from saccade.engine.watch.layer_stats import LayerStats
 from saccade.engine.watch.phase_stats import Late
 from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
+from saccade.selection import Dense, Mixed
 from saccade.selection.head_part import HeadPart
 
 DENSE = Policy()
@@ -66,6 +67,7 @@ class KeptCounts:
         """Count some more: ``calls``, and what is at hand of what was counted beside them."""
         for call in calls:
             self._counts.add(call)
+            self._counts.order.setdefault(call.layer, []).append(selection_kind(call.used))
         for one in late:
             self._counts.plus(one)
 
@@ -95,7 +97,7 @@ class KeptCounts:
 def joined_counts(parts: Sequence[DeviceCounts], part: HeadPart) -> DeviceCounts:
     """What each rank counted of its heads, of all heads, of which ``part`` says what each has."""
     own, *others = parts
-    total = DeviceCounts(kinds=own.kinds, backends=own.backends)
+    total = DeviceCounts(kinds=_kinds(parts), backends=own.backends)
     for layer in own.layers:
         total.layers[layer] = _stats([one.layers[layer] for one in parts if layer in one.layers], part.at(layer))
     for one in others:
@@ -104,6 +106,19 @@ def joined_counts(parts: Sequence[DeviceCounts], part: HeadPart) -> DeviceCounts
         if one.step_bytes is not None:
             total.step_bytes = one.step_bytes + (total.step_bytes or 0)
     return total
+
+
+def _kinds(parts: Sequence[DeviceCounts]) -> dict[str, int]:
+    """How often which kind of selection ran in calls of all heads. Ranks choose by their own heads: one whose heads all
+    read by lines has lines where another has a mixture, which one process has of all heads."""
+    total = Counter(parts[0].kinds)
+    for layer in parts[0].order:
+        for kinds in zip(*(part.order.get(layer, ()) for part in parts)):
+            others = set(kinds) - {Dense.__name__.lower()}  # heads that read everything go with any
+            if len(set(kinds)) > 1:
+                total[kinds[0]] -= 1
+                total[others.pop() if len(others) == 1 else Mixed.__name__.lower()] += 1
+    return {kind: calls for kind, calls in total.items() if calls}
 
 
 def name_of(one: ScheduledRequest) -> tuple[str, bool]:

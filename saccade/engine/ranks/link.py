@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from saccade.errors import EngineLost, brief
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0  # that a rank may come later to a sum than another
-HANG_SECONDS = 8.0  # that a rank which is waited for may use no processor
+HANG_SECONDS = 6.0  # that a rank which is waited for may use no processor: the engine ends within 10, if hosts are busy
 DYING_SECONDS = 1.0  # after its connections have broken, that a process takes to be known as dead
 START_SECONDS = 600.0  # to load a model
 COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
@@ -75,6 +75,7 @@ class RankGroup:
         name: str = "",
     ) -> None:
         self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
+        self.broken = False  # whether another rank did not come, by which this one ends
         self._there: Reduce = self._host
         if device.type == "cuda":
             self._there = device_reduce(store, rank, ranks, device, name, self._host)
@@ -101,7 +102,11 @@ class RankGroup:
         if joins is not self._host:
             return getattr(joins, name)(part)
         with self.counts.within(self.rank):
-            return getattr(joins, name)(part)
+            try:
+                return getattr(joins, name)(part)
+            except RuntimeError:
+                self.broken = True
+                raise
 
     def abort(self) -> None:
         """Have a GPU that waits for a rank that is gone wait no longer, and give back what joins them."""
@@ -203,14 +208,20 @@ class RankLink:
 
     def lose(self, error: BaseException | None) -> RanksLost:
         """Give the other ranks up, after ``error`` in this one: what is to be said of it."""
+        if (known := self.lost) is not None:  # those that wait need not until all processes have ended
+            return known
         with self._losing:
             if self.lost is not None:
                 return self.lost
             until = time.monotonic() + DYING_SECONDS
             while self.processes and time.monotonic() < until:
-                for rank, process in enumerate(self.processes, 1):
-                    if (code := process.poll()) is not None:
-                        return self._end_all(f"rank {rank} of {self.ranks} ended by itself, with exit code {code}")
+                ended = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
+                if ended:  # those that a lost connection ended have left no words
+                    rank = next((one for one in ended if self._words(one)), ended[0])
+                    code = self.processes[rank - 1].poll()
+                    return self._end_all(
+                        f"rank {rank} of {self.ranks} ended by itself, with exit code {code}{self._words(rank)}"
+                    )
                 time.sleep(0.02)
             what = "they did not begin in time" if error is None else f"{type(error).__name__}: {brief(error)}"
             return self._end_all(f"the {self.ranks} ranks are out of step: {what}")
@@ -220,15 +231,22 @@ class RankLink:
         with self._losing:
             if self.lost is None:
                 self.processes[rank - 1].kill()
-                self._end_all(f"rank {rank} of {self.ranks} {why}")
+                self._end_all(f"rank {rank} of {self.ranks} {why}{self._words(rank)}")
+
+    def _words(self, rank: int) -> str:
+        """What a rank has said of its end, such as that there is no memory."""
+        with suppress(RuntimeError):
+            if self._store.check([failed(rank)]):
+                return f": {self._store.get(failed(rank)).decode()}"
+        return ""
 
     def _end_all(self, why: str) -> RanksLost:
         self.lost = RanksLost(f"{why}; no request can go on: close this engine and begin another")
         logger.error("%s", str(self.lost))  # a record that is kept would keep what raises it
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
-            for process in self.processes:  # which may wait on their GPUs, and hold nothing that is to be kept
-                process.kill()
+        for process in self.processes:  # which may wait for each other, and hold nothing that is to be kept
+            process.kill()
         self._finalizer()
         return self.lost
 
@@ -274,7 +292,7 @@ def ready(rank: int) -> str:
 
 
 def failed(rank: int) -> str:
-    """The key under which a rank says why it has not."""
+    """The key under which a rank says why it has not, or why it ends."""
     return f"failed/{rank}"
 
 

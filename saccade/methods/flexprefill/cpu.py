@@ -63,5 +63,5 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
         )
     )
     chunk.cost.scored += rows * shape.k_len
-    chunk.cost.estimated += int(aware.sum()) * (q_blocks * k_blocks // shape.heads)
+    chunk.cost.estimated += round(int(aware.sum()) * q_blocks * k_blocks / shape.heads)
     return Blocks(shape, size, offsets, indices)

@@ -110,6 +110,7 @@ class FlexPrefill(BlockMethod):
         first = shape.q_start // size
         q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
         masks = torch.zeros(shape.heads, q_blocks, pooled.shape[1], dtype=torch.bool, device=columns.device)
+        chunk.cost.estimated += round(int(query_aware.sum()) * masks[0].numel() / shape.heads)
         for head in by_blocks.nonzero()[:, 0].tolist():
             if query_aware[head]:
                 needed = self._query_aware(chunk, head, pooled[head // shape.group], columns[head], first, q_blocks)
@@ -172,7 +173,6 @@ class FlexPrefill(BlockMethod):
         shape, size, k_blocks = chunk.shape, self.block_size, pooled.shape[0]
         mean_q = mean_queries(chunk.q[head : head + 1], shape, size)[0]
         acausal = _block_distance(first, q_blocks, k_blocks, columns.device) < 0
-        chunk.cost.estimated += q_blocks * k_blocks // shape.heads
         shares = torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1)
         needed = needed_shares(shares.flatten()).view_as(shares) if self.flatten else needed_shares(shares)
         needed[-self.known_blocks(shape) :] = needed_shares(block_sums(columns, size))

@@ -27,10 +27,10 @@ def last_rows(segment: Chunk, units: int, rows: int, first: int) -> tuple[Tensor
         vertical, slash = (part.unflatten(0, (units, -1)).mean(1) for part in of_heads)
         return vertical, slash
     vertical, slash = torch.zeros(2, units, end - first, device=device)
+    segment.cost.scored += shape.causal_pairs
     for g in range(shape.kv_heads):
         own = slice(g * units // shape.kv_heads, (g + 1) * units // shape.kv_heads)
         weights = row_weights(segment.q, kv, shape, g, which, segment.scale, segment.softcap)[..., :end]
-        segment.cost.scored += shape.causal_pairs // shape.kv_heads
         weights[..., :first] = 0.0
         weights /= weights.sum(-1, keepdim=True).clamp(min=1e-38) * rows
         lines = torch.stack([weights.sum(1)[:, first:], slash_sums(weights, end - rows)[:, : end - first]])

@@ -178,7 +178,7 @@ class Certifier:
         query, middle = self.query, self.middle
         shape, n = query.shape, middle.length
         scores = row_logits(query.q, query.kv, shape, kv_head, 0, 1, query.scale, query.softcap)[:, 0].double()
-        query.cost.scored += -(-n // shape.kv_heads)
+        query.cost.scored += n  # of one KV head's
         weights = torch.exp(scores - scores.amax(1, keepdim=True))
         least, most = self._norms_of_keys(kv_head, norms)
         return [self._one(kv_head, head, weights[head], least, most) for head in range(shape.group)]

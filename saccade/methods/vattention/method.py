@@ -123,6 +123,7 @@ class VAttention(Method):
             return Dense(shape)
         summary = query.kv.summary("minmax", size)[middle.first : middle.last]
         query.cost.estimated += middle.blocks
+        before = query.cost.scored
         lists: list[tuple[Tensor, Tensor] | None] = []
         if self.certify:
             assert isinstance(state, ValueNorms)
@@ -143,6 +144,7 @@ class VAttention(Method):
                 heaviest.append(most)
             if isinstance(state, Heaviest):
                 state.keys, state.length = torch.stack(heaviest), shape.k_len
+        query.cost.scored = before + round((query.cost.scored - before) / shape.kv_heads)
         if all(one is None for one in lists):
             return Dense(shape)
         everything = torch.arange(shape.k_len, device=shape.device)
@@ -170,7 +172,7 @@ class VAttention(Method):
         if 2 * looked >= rest:
             return None, most
         positions = self._drawn(FIRST, query, middle, others, kv_head, looked)
-        query.cost.scored += -(-looked // query.shape.kv_heads)
+        query.cost.scored += looked  # of one KV head's
         count = sample_size(near, Read.of(query, kv_head, positions), rest, self.epsilon, self.delta)
         count = max(LEAST, count)
         if 2 * count >= rest:  # reading it all costs little more, and errs nothing
