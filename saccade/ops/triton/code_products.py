@@ -62,16 +62,15 @@ def products(q, rise, k, k_scale, PRECISION: tl.constexpr):
 @triton.jit
 def no_values(v_pool, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TYPE: tl.constexpr):
     """Sums of no values, which :func:`add_values` adds to: of even channels, of odd ones, and their grain."""
+    RUNS: tl.constexpr = runs_of(D)
     if turned(v_pool.dtype.element_ty, TYPE, ROWS):
         if v_pool.dtype.element_ty == tl.int8:
-            RUNS: tl.constexpr = runs_of(D)
             none = tl.zeros([RUNS, D_PAD // RUNS // 2, ROWS], tl.float32)
         else:
             none = tl.zeros([D_PAD // 2, ROWS], tl.float32)
         return none, none, tl.full([], LEAST, tl.float32)
     elif in_codes(v_pool.dtype.element_ty, TYPE, ROWS):
         if v_pool.dtype.element_ty == tl.int8:
-            RUNS: tl.constexpr = runs_of(D)
             none = tl.zeros([RUNS, ROWS, D_PAD // RUNS // 2], tl.float32)
         else:
             none = tl.zeros([ROWS, D_PAD // 2], tl.float32)
@@ -134,8 +133,8 @@ def put_sums(to, sums, odd_sums, grain, factor, mask, D: tl.constexpr, D_PAD: tl
     [rows, 1]."""
     ROWS: tl.constexpr = factor.shape[0]
     if ROWS == 8 and len(odd_sums.shape) == 3:
-        EACH: tl.constexpr = sums.shape[1]
-        channel = tl.arange(0, sums.shape[0])[:, None, None] * (2 * EACH) + 2 * tl.arange(0, EACH)[None, :, None]
+        PAIRS: tl.constexpr = sums.shape[1]
+        channel = tl.arange(0, sums.shape[0])[:, None, None] * (2 * PAIRS) + 2 * tl.arange(0, PAIRS)[None, :, None]
         factor = (factor * (grain / ROOM))[None, None, :]
         to, inside = tl.trans(to)[None], tl.trans(mask)[None] & (channel < D)
         tl.store(to + channel, (sums * factor).to(to.dtype.element_ty), mask=inside)
