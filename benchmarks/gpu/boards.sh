@@ -11,7 +11,7 @@
 # A board begins nothing more after SECONDS and is ended 40 seconds later; what is finished lies in BOARDS (default:
 # build/boards), where the same call goes on, and is packed into $OUT whenever a setting is finished, an archive a board
 # of less than 16 MiB (without samples and long predictions), so that a call that is cut short loses only what runs.
-# Names: see `of` below. In one loan of two GPUs for 20 to 30 minutes, ten minutes a call, what matters most first:
+# Names: see `of` below. On two GPUs for 20 to 30 minutes, ten minutes a call, what matters most first:
 #
 #     boards.sh 520 0:qlong 0:q16k 1:s8k 1:qwide     # and the same call again; then
 #     boards.sh 520 0:q32k 0:qprefill 1:g16k 1:gwide
@@ -19,8 +19,8 @@
 # MOST_SECONDS (default: 240) is what a setting may take: then it is ended, keeps what it has answered, gets no rank, and
 # the next call goes on with it. The slowest whose steps are recorded, snapkv at 32K, took 200 beside three boards.
 #
-# KEYS (default: "256 512 128"): budgets of boards whose budgets are keys, the first one first. MORE: options for all of
-# them. FREE: "0=139 1=139", GiB of each GPU, where nvidia-smi does not say.
+# KEYS (default: "256 512 128"): budgets of boards whose budgets are keys; the middle one runs first. MORE: options for all
+# of them. FREE: "0=139 1=139", GiB of each GPU, where nvidia-smi does not say.
 # DRY=1024 DEVICE=cpu: the same boards at that length, few keys, samples and forced tokens, to see that each of them runs.
 set -u
 root="$(cd "$(dirname "$0")/../.." && pwd)"
