@@ -10,7 +10,7 @@ from helpers import generator, planted_heads, random_selection
 from saccade.kv import KVView
 from saccade.ops import Call, run
 from saccade.ops.triton import decode, dispatch
-from saccade.ops.triton.decode import CODES, FEW_E4M3, FEW_INT8, MANY_CODES, PLAIN, fitting, most_lines
+from saccade.ops.triton.decode import CODES, FEW_CODES, FEW_SCALED, MANY_CODES, PLAIN, fitting, most_lines
 from saccade.ops.triton.few_rows import LARGE, TILE, attend_few, attend_groups
 from saccade.selection import Dense, Shape
 
@@ -23,7 +23,7 @@ def test_queries_and_keys_fit_a_hopper_gpu(dtype, head_dim):
     q = torch.zeros(1, 1, head_dim, dtype=dtype)
     wide = 1 << (head_dim - 1).bit_length()
     assert most_lines(q) >= 32
-    for tiles in (PLAIN, CODES, FEW_E4M3, FEW_INT8, MANY_CODES, LARGE):
+    for tiles in (PLAIN, CODES, FEW_CODES, FEW_SCALED, MANY_CODES, LARGE):
         for lines in (1, 16, 33, most_lines(q)):
             cut = fitting(tiles, q, lines)
             rows = 1 << max(4, (lines - 1).bit_length())

@@ -37,8 +37,8 @@ CODED = [FORMATS[name] for name in os.environ.get("CODED", "int8,fp8").split(","
 SCALE = HEAD_DIM**-0.5
 TRIED = (
     decode.CODES,
-    decode.FEW_E4M3,
-    decode.FEW_INT8,
+    decode.FEW_CODES,
+    decode.FEW_SCALED,
     Tiles(64, 1, 2, None, 8),
     Tiles(32, 1, 4, None, 8),
     Tiles(16, 1, 3, None, 20),

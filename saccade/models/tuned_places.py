@@ -51,7 +51,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
     """What differs between two places, by name: there, and here. Of ``here`` only what it names counts, and whether
     keys are turned."""
     named = [name for name in (*_HOST, *_SETTINGS, _TURNED) if name in here or name == _TURNED]
-    return {name: (there.get(name), here[name]) for name in named if there.get(name) != here[name]}
+    return {name: (there.get(name), here.get(name)) for name in named if there.get(name) != here.get(name)}
 
 
 def said_of(differs: Mapping[str, tuple[Any, Any]]) -> str:

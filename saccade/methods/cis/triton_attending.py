@@ -53,8 +53,8 @@ def attend_piece(
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     for turn in tl.range(0, tiles):
-        k, k_scale = key_codes(k_pool, row[:, None], channel[None, :], seen[:, None], D, TYPE, q.shape[0])
-        v, odd, v_scale = value_codes(v_pool, row[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, q.shape[0])
+        k, k_scale = key_codes(k_pool, row[:, None], channel[None, :], seen[:, None], D, TYPE, PER_PAD)
+        v, odd, v_scale = value_codes(v_pool, row[:, None], channel[None, :], seen[:, None], D, D_PAD, TYPE, PER_PAD)
         valid = seen
         # Computed anew: the compiler overlaps no tiles where a mask is handed on through two turns.
         seen = _number_at(turn + 1, plain, begins, more, TILE) < tl.where(turn + 1 < plain, ends, upto)

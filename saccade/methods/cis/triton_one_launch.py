@@ -305,13 +305,12 @@ def _score(
     channel = tl.arange(0, D_PAD)
     q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
     TYPE: tl.constexpr = q.dtype
+    LINES: tl.constexpr = q.shape[0]
     q, rise = queries(q, k_pool, D)
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
-        k, k_scale = key_codes(
-            k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, TYPE, q.shape[0]
-        )
+        k, k_scale = key_codes(k_pool, place[:, None], channel[None, :], (number < length)[:, None], D, TYPE, LINES)
         here = number
         number += parts * KEYS
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)

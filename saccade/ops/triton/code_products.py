@@ -116,6 +116,18 @@ def add_values(sums, odd_sums, grain, shrink, weights, v, odd, v_scale, PRECISIO
 
 
 @triton.jit
+def whole(sums, odd_sums, grain):
+    """The sums [rows, D_PAD], channels in their order; of 16 rows or more."""
+    if len(odd_sums.shape) == 3:
+        found = tl.permute(tl.interleave(sums, odd_sums), (1, 0, 2))
+        return tl.reshape(found, [sums.shape[1], 2 * sums.shape[0] * sums.shape[2]]) * (grain / ROOM)
+    elif odd_sums.shape[0] > 1:
+        return tl.interleave(sums, odd_sums) * (grain / ROOM)
+    else:
+        return sums
+
+
+@triton.jit
 def put_sums(to, sums, odd_sums, grain, factor, mask, D: tl.constexpr, D_PAD: tl.constexpr):
     """Store the sums times ``factor`` [rows] to ``to`` [rows, 1], channels side by side, of rows in ``mask``
     [rows, 1]."""

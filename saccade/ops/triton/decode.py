@@ -43,8 +43,8 @@ PLAIN = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)
 CODES = Tiles(keys=32, warps=1, stages=3, registers=None, resident=8)
 # Of up to 8 rows of a product, of e4m3; and of int8, where all keys are read: rows at multiples of 4 bytes come in
 # small pieces through the first cache, which holds what few keys share.
-FEW_E4M3 = Tiles(keys=32, warps=1, stages=2, registers=None, resident=12)
-FEW_INT8 = Tiles(keys=16, warps=1, stages=3, registers=None, resident=16)
+FEW_CODES = Tiles(keys=32, warps=1, stages=2, registers=None, resident=12)
+FEW_SCALED = Tiles(keys=16, warps=1, stages=3, registers=None, resident=16)
 SOME_CODES = Tiles(keys=64, warps=4, stages=3, registers=None, resident=2)  # of 33 to 64 rows of a product
 MANY_CODES = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)
 SHARED = 231_424  # bytes of a Hopper GPU's shared memory that a program's tiles and queries may take
@@ -87,8 +87,8 @@ def tiles_for(q: Tensor, pages: Pages, lines: int, everything: bool) -> Tiles:
     if lines > 8:
         return CODES
     if pages.k.dtype != torch.int8:
-        return FEW_E4M3
-    return FEW_INT8 if everything else CODES
+        return FEW_CODES
+    return FEW_SCALED if everything else CODES
 
 
 def attend_decode(
