@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -67,7 +68,11 @@ class KeptCounts:
         """Count some more: ``calls``, and what is at hand of what was counted beside them."""
         for call in calls:
             self._counts.add(call)
-            self._counts.order.setdefault(call.layer, []).append(selection_kind(call.used))
+            kind, order = selection_kind(call.used), self._counts.order.setdefault(call.layer, [])
+            if order and order[-1][0] == kind:
+                order[-1] = kind, order[-1][1] + 1
+            else:
+                order.append((kind, 1))
         for one in late:
             self._counts.plus(one)
 
@@ -113,12 +118,16 @@ def _kinds(parts: Sequence[DeviceCounts]) -> dict[str, int]:
     read by lines has lines where another has a mixture, which one process has of all heads."""
     total = Counter(parts[0].kinds)
     for layer in parts[0].order:
-        for kinds in zip(*(part.order.get(layer, ()) for part in parts)):
+        for kinds in zip(*(_one_by_one(part.order.get(layer, ())) for part in parts)):
             others = set(kinds) - {Dense.__name__.lower()}  # heads that read everything go with any
             if len(set(kinds)) > 1:
                 total[kinds[0]] -= 1
                 total[others.pop() if len(others) == 1 else Mixed.__name__.lower()] += 1
     return {kind: calls for kind, calls in total.items() if calls}
+
+
+def _one_by_one(order: Sequence[tuple[str, int]]) -> Iterator[str]:
+    return chain.from_iterable(repeat(kind, calls) for kind, calls in order)
 
 
 def name_of(one: ScheduledRequest) -> tuple[str, bool]:

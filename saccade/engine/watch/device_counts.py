@@ -23,14 +23,14 @@ NOTED = 32  # rows whose stopping rules are added up at once
 @dataclass
 class DeviceCounts:
     """``layers`` of a request that were called, by number, and how often which ``kinds`` of selection and which
-    ``backends`` ran, layers added up. ``order``: kinds by layer, a call after the other, where other processes may have
-    chosen another kind for their heads. ``tiers``: all that other processes' tiers have moved so far;
-    ``step_bytes``: of keys and values that the last decode step asked for there."""
+    ``backends`` ran, layers added up. ``order``: by layer, kinds and how many calls in a row had them, where other
+    processes may have chosen another kind for their heads. ``tiers``: all that other processes' tiers have moved so
+    far; ``step_bytes``: of keys and values that the last decode step asked for there."""
 
     layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     backends: dict[str, int] = field(default_factory=dict)
-    order: dict[int, list[str]] = field(default_factory=dict)
+    order: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     tiers: TierCounts | None = None
     step_bytes: int | None = None
 
