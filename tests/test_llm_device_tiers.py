@@ -130,22 +130,6 @@ def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, 
         nothing_left(llm.pool)
 
 
-def test_what_comes_late_grows_with_a_layers_slots(folder, monkeypatch):
-    """Where fewer parts take slots in a step than the step wants anew, the others are read over the link for good."""
-    assert [offers.most_late(slots, 32) for slots in (100, 26_000, 262_144, 10**7)] == [32, 32, 128, 256]
-    monkeypatch.setattr(offers, "MOST_LATE", 1)
-    shares = []
-    for of_slots in (64, 1):
-        monkeypatch.setattr(offers, "OF_SLOTS", of_slots)
-        with engine(folder, 24, True) as llm:
-            long = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-            (done,) = llm.generate([PROMPTS[0]], long, policy=POLICIES[0])
-            moved = done.report["tiers"]
-            shares.append(moved["hits"] / (moved["hits"] + moved["misses"]))
-            assert llm.pool.tiers.offer().late.shape[-1] == (1 if of_slots == 64 else 8)
-    assert shares[1] > shares[0], shares
-
-
 def test_a_step_that_fails_leaves_what_it_moved_where_it_lies(folder, expected, monkeypatch):
     with engine(folder, 40) as llm:
         monkeypatch.setattr(device, "fetch_tokens", Once(device.fetch_tokens, RuntimeError("no tokens"), at=5))

@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 READS_HOST = True  # whether what is absent is read where it lies
-MOST_LATE = 32  # parts of a layer that then take slots in one step,
-OF_SLOTS = 64  # or as many as one in so many of a layer's slots, if that is more: else what long sequences want anew
-MOST_OF_THEM = 256  # in each step would never be here, and be read over the link for good
+MOST_LATE = 32  # parts of a layer that then take slots in one step, at least
+LATE_SHARE = 32  # and one in so many of a layer's slots, where parts are single heads'
 Array = np.ndarray[Any, Any]
 
 
-def most_late(slots: int, layers: int) -> int:
-    """How many parts of a layer take slots in one step that reads what is absent where it lies, of ``slots`` for all
-    ``layers``. A power of two, which is compiled in, where slots decide."""
-    own = slots // layers // OF_SLOTS
-    return max(MOST_LATE, min(MOST_OF_THEM, 1 << own.bit_length() - 1 if own else 0))
+def most_late(rows: int, slots: int, layers: int) -> int:
+    """Parts of a layer and row that take slots in one step, after they were read in host memory. With fewer than a long
+    sequence newly chooses, its layers stay absent. A part of one head costs the link what reading it once does; a part
+    of all heads costs more than those that chose it have read, so the fewest come. A power of two where slots decide:
+    it is compiled in."""
+    own = 0 if rows == 1 else slots // layers // LATE_SHARE
+    return max(MOST_LATE, 1 << own.bit_length() - 1 if own else 0)
 
 
 class Flight:
@@ -91,7 +92,9 @@ class Offers:
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
         self.head = words(WORDS)
         self.reach = torch.full((pool.layers,), FIRST_RANKED, dtype=torch.int32, device=device)
-        self.late = torch.zeros(2, pool.layers, rows, most_late(slots, pool.layers), dtype=torch.int32, device=device)
+        self.late = torch.zeros(
+            2, pool.layers, rows, most_late(rows, slots, pool.layers), dtype=torch.int32, device=device
+        )
         self.late_count = torch.zeros(pool.layers, rows, dtype=torch.int32, device=device)
         self.host = host_rows(tiers[0].tier, pool.storage) if READS_HOST else None
         self._forked = False  # whether something runs beside the step that is being launched
