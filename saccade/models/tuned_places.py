@@ -50,7 +50,7 @@ def tuned_elsewhere(model: LoadedModel, place: Mapping[str, Any]) -> str | None:
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs between two places, by name: there, and here. Of ``here`` only what it names counts, and whether
     keys are turned."""
-    named = [name for name in (*_HOST, *_SETTINGS, _TURNED) if name in here or name == _TURNED]
+    named = [*(name for name in (*_HOST, *_SETTINGS) if name in here), _TURNED]
     return {name: (there.get(name), here.get(name)) for name in named if there.get(name) != here.get(name)}
 
 

@@ -77,9 +77,11 @@ def tiles_for(q: Tensor, pages: Pages, size: int, units: int) -> Tiles:
     stored = format_of(pages.k, q.dtype)
     if not stored.coded or q.dtype == torch.float32 or q.shape[-1] > 128:
         return PLAIN
-    if pages.k.dtype != torch.int8 or size > SCALED.keys:
-        few = q.shape[1] <= 8 * pages.k.shape[1] and pages.k.dtype != torch.int8
-        return FEW_CODES if few and size <= FEW_CODES.keys else CODES
+    if pages.k.dtype != torch.int8:
+        few = q.shape[1] <= 8 * pages.k.shape[1] and size <= FEW_CODES.keys
+        return FEW_CODES if few else CODES
+    if size > SCALED.keys:
+        return CODES
     return SCALED if SCALED.resident * processors(q.device) // units <= WINDOW else SCALED_FEW
 
 
