@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,17 +23,14 @@ import torch
 import torch.distributed as distributed
 
 from saccade.engine.attention import Watch
+from saccade.engine.ranks.folder import counts_path, failed, ready, steps_path
 from saccade.engine.ranks.link import (
     LoneLink,
     RankGroup,
     RankLink,
-    counts_path,
-    failed,
     gather_named,
     patience,
-    ready,
     send,
-    steps_path,
 )
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
@@ -47,10 +45,11 @@ from saccade.models.head_order import HeadDensities
 from saccade.models.loader import load_model
 from saccade.models.shards import Share, release
 from saccade.ops import fa4
+from saccade.parent import on_lasting_thread
 from saccade.pools import layout_of, make_pool
 
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
-COMMAND: tuple[str, ...] = ("-m", "saccade.ranks")  # what Python runs of a rank
+COMMAND: tuple[str, ...] = ("-m", "saccade.rank_process")  # what Python runs of a rank
 END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
@@ -100,13 +99,16 @@ def start_ranks(
     here = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     for rank in range(1, link.ranks):
-        process = subprocess.Popen(
-            [sys.executable, *COMMAND],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
+        process = on_lasting_thread(
+            partial(
+                subprocess.Popen,
+                [sys.executable, *COMMAND],
+                stdin=subprocess.PIPE,
+                bufsize=0,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
+            )
         )
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
@@ -159,8 +161,8 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
 
 
 def _end_with_the_first() -> None:
-    """End this process soon after the first rank, which closes its end of the pipe however it ends: what waits on a GPU
-    for another rank waits for ever."""
+    """End this process soon after the first rank's engine, which closes its end of the pipe: what waits on a GPU for
+    another rank waits for ever."""
     waiting = select.poll()
     waiting.register(sys.stdin.fileno(), 0)  # no more than that it is closed
     waiting.poll()
@@ -178,7 +180,7 @@ def received(stream: IO[bytes]) -> Iterator[Any]:
 
 
 def main() -> None:
-    """A rank as a process: the first message is its :class:`Start`."""
+    """A rank as a process (rank_process.py): the first message is its :class:`Start`."""
     threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
     code = 0

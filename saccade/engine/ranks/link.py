@@ -9,13 +9,11 @@ import logging
 import os
 import pickle
 import select
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from saccade.engine.ranks.folder import RankFolder, counts_path, failed, ready, steps_path
 from saccade.engine.ranks.meeting import device_reduce
 from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce
 from saccade.engine.ranks.watch import RankWatch, SumCounts
@@ -123,18 +122,18 @@ class RankLink:
         self.lost: RanksLost | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._group: Group | None = None
-        self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
+        self._folder = RankFolder()
         self._store = distributed.FileStore(str(self.store_path), ranks)
         self._counts = SumCounts(counts_path(self.store_path), ranks)
         self._steps = SumCounts(steps_path(self.store_path), ranks)
         self._watch: RankWatch | None = None
         self._losing = threading.RLock()
-        self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
+        self._finalizer = weakref.finalize(self, _end, self.processes, self._folder.remove)
 
     @property
     def store_path(self) -> Path:
         """Where ranks find each other; only this user can read it."""
-        return Path(self._folder) / "store"
+        return self._folder.store
 
     def join(self) -> None:
         """Wait until the other ranks have loaded their models. RanksLost, which names the error, where one fails."""
@@ -271,29 +270,9 @@ class LoneLink(RankLink):
         return Alone(self.ranks)
 
 
-def counts_path(store: Path) -> Path:
-    """Where ranks that find each other at ``store`` count the sums that they have come to."""
-    return store.with_name("counts")
-
-
-def steps_path(store: Path) -> Path:
-    """Where they count the steps that they have begun and ended."""
-    return store.with_name("steps")
-
-
 def patience(device: torch.device) -> float:
     """Seconds that a rank on ``device`` waits on its host for another one that gets on."""
     return ANSWER_SECONDS if device.type == "cpu" else COMPILE_SECONDS
-
-
-def ready(rank: int) -> str:
-    """The key under which a rank says that it has loaded its model."""
-    return f"ready/{rank}"
-
-
-def failed(rank: int) -> str:
-    """The key under which a rank says why it has not, or why it ends."""
-    return f"failed/{rank}"
 
 
 def gather_named(group: Group, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
@@ -317,8 +296,8 @@ def send(process: subprocess.Popen[bytes], data: bytes) -> None:
         left = left[os.write(pipe, left) :]
 
 
-def _end(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
-    """A rank ends at the end of its input; one that does not is killed."""
+def _end(processes: list[subprocess.Popen[bytes]], remove: Callable[[], None]) -> None:
+    """A rank ends at the end of its input; one that does not is killed. ``remove`` what they shared then."""
     for process in processes:
         if process.stdin is not None:
             process.stdin.close()
@@ -328,4 +307,4 @@ def _end(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove()
