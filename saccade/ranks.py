@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -98,18 +97,19 @@ def start_ranks(
         return link.join()
     here = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
-    for rank in range(1, link.ranks):
-        process = on_lasting_thread(
-            partial(
-                subprocess.Popen,
-                [sys.executable, *COMMAND],
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
-            )
+
+    def begun() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *COMMAND],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
         )
+
+    for rank in range(1, link.ranks):
+        process = on_lasting_thread(begun)
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
         place = config, rank, str(link.store_path)

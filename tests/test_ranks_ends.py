@@ -51,6 +51,7 @@ def test_a_rank_that_dies(two):
     finish(engine)
     for request in (first, second):
         assert "rank 1 of 2 ended by itself, with exit code -9" in request.error
+        assert request.error_type == "EngineLost"
         assert "close this engine and begin another" in request.error
     with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended"):
         assert "RanksLost" in two.generate(PROMPTS[3], greedy(2))[0].error

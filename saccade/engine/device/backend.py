@@ -35,6 +35,7 @@ from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.steps.paths import EAGER, RECORDED, Path
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult
 from saccade.engine.watch.phase_stats import ran_dense
+from saccade.errors import failure
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
@@ -372,7 +373,7 @@ class DeviceBackend(DeviceServing):
             try:
                 looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number].clone())  # replays share it
             except Exception as error:  # one request's failure must not take the others down
-                row.result.error = f"decode: {type(error).__name__}: {error}"
+                row.result.error, row.result.error_type = failure(error, "decode")
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""

@@ -15,6 +15,7 @@ from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.rows.states import follow_prefill
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
 from saccade.engine.watch.phase_stats import ran_dense
+from saccade.errors import failure
 from saccade.methods.base import Chunk, Cost, Method
 from saccade.models.interface import ModelSpec
 from saccade.selection import Dense, Shape
@@ -115,7 +116,7 @@ def settle(
             )
             follow_prefill(one, memory, chunk, slides=False)
         except Exception as error:  # the others' rows are stored as they are
-            result.error = f"layer {layer}, {one.phase}: {type(error).__name__}: {error}"
+            result.error, result.error_type = failure(error, f"layer {layer}, {one.phase}")
             return
         for note in chunk.cost.notes:
             result.note(note)

@@ -13,6 +13,7 @@ from saccade.engine.attention import Watch
 from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.steps.step import RequestResult, ScheduledRequest
 from saccade.engine.watch.observe import AttentionCall
+from saccade.errors import failure
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
@@ -107,4 +108,4 @@ class StepWatch:
                     AttentionCall(scheduled.request_id, layer, "decode", heads[0], view, selection, spec, heads[1])
                 )
             except Exception as error:  # one request's failure must not take the others down
-                row.result.error = f"layer {layer}, decode: {type(error).__name__}: {error}"
+                row.result.error, row.result.error_type = failure(error, f"layer {layer}, decode")

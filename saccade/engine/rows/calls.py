@@ -18,6 +18,7 @@ from saccade.engine.watch.clock import timed
 from saccade.engine.watch.device_counts import selection_kind
 from saccade.engine.watch.observe import AttentionCall
 from saccade.engine.watch.phase_stats import ran_dense
+from saccade.errors import failure
 from saccade.kv.tier import LostKV
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Evicting, Method, Query
@@ -105,7 +106,7 @@ class RequestRows:
     def failed(self, layer: int, error: Exception) -> None:
         """Pass over these rows of the request, and those after them, from now on."""
         for result in self.results:
-            result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
+            result.error, result.error_type = failure(error, f"layer {layer}, {self.scheduled.phase}")
             result.lost = isinstance(error, LostKV)
 
 
