@@ -311,11 +311,12 @@ def test_kinds_and_costs_of_heads_that_choose_unlike(tmp_path, policy, phase):
     for count in (1, 4):
         with make(folder, count, kv_memory="16MiB", exact=False, prefill_chunk=128) as llm:
             found = llm.generate([random_ids(420, 1), random_ids(281, 2)], greedy(8, seed=3), policy=policy)
-            reports.append([one.report[phase] for one in found])
+            reports.append([{**one.report[phase], "notes": one.report["notes"]} for one in found])
     seen = set()
     for mine, theirs in zip(*reports, strict=True):
         seen.update(mine["selections"])
         assert theirs["selections"] == mine["selections"]
+        assert theirs["notes"] == mine["notes"]  # which do not tell of the first process' heads alone
         for name in ("keys_scored", "keys_estimated"):
             assert theirs[name] == pytest.approx(mine[name], abs=8, rel=2e-3), name
     assert seen != {"dense"}
