@@ -17,6 +17,7 @@ from tiny_models import VOCAB, make_checkpoint, random_ids
 
 from saccade import SamplingParams, ranks
 from saccade.engine.messages import MapOrder
+from saccade.errors import PolicyError
 from saccade.methods.policy import Policy
 
 
@@ -199,6 +200,34 @@ def test_sessions_go_on_under_another_number(few_heads, tmp_path, options, numbe
             assert answer.report["cached_tokens"] == wanted[turn].report["cached_tokens"]
             session.save(path)
             session.close()
+
+
+@pytest.mark.parametrize("policy", ["snapkv(capacity=60, window=16)", "h2o(budget=60)", "lfps", "loopserve(alpha=0.8)"])
+def test_what_a_method_knew_of_all_heads_is_computed_again(pair, tmp_path, policy):
+    """Each process has some of them: keys that were evicted of the first one's alone were read by others."""
+    one, two = pair
+    with one.session(policy) as session:
+        session.generate(PROMPTS[1], greedy(3))
+        session.save(tmp_path / "saved")
+        wanted = session.generate(PROMPTS[3], greedy(5))
+    with two.restore(tmp_path / "saved") as session:
+        assert "tensor_parallel_size=2 shares out; tensor_parallel_size=1 goes on from it" in session.note
+        assert "tokens are computed again" in session.note
+        same([wanted], [session.generate(PROMPTS[3], greedy(5))])
+
+
+def test_evicted_keys_are_not_saved_as_the_first_process_has_them(pair):
+    """Nor where the method that evicted them is gone."""
+    _, two = pair
+    sequence = two.engine.sessions[number := two.engine.sessions.open()]
+    for ids, policy in ((PROMPTS[0], "snapkv(capacity=70)"), (PROMPTS[3], "dense")):
+        two.engine.add(ids, greedy(3), Policy.parse(policy), sequence)
+        finish(two.engine)
+    with pytest.raises(
+        PolicyError, match="of which keys were evicted cannot be saved with tensor_parallel_size=2; use"
+    ):
+        two.engine.sessions.save(number)
+    two.engine.sessions.forget(number)
 
 
 def test_summaries_without_heads_are_made_again(pair):
