@@ -151,17 +151,20 @@ class SequenceMemory:
             self._on_device = held
         return held
 
-    def on_host(self, method: Method, length: int) -> HostState | None:
-        """The host state of ``method`` for a row that sees ``length`` keys, if one is open."""
+    def on_host(self, method: Method, length: int, acting: tuple[int, ...] | None = None) -> HostState | None:
+        """The host state of ``method`` for a row that sees ``length`` keys, where it decides in the layers ``acting``
+        or in all, if one is open."""
         held = self._on_device
-        same = self._opened_by is method or self._opened_by == method
+        same = self._opened_for == acting and (self._opened_by is method or self._opened_by == method)
         return held if isinstance(held, HostState) and same and length <= held.upto else None
 
-    def opened_on_host(self, method: Method, state: HostState | None) -> HostState | None:
-        """``state``, which was opened with all layers' ``states``, is from now on that of ``method``; None: there is
-        none for these."""
+    def opened_on_host(
+        self, method: Method, state: HostState | None, acting: tuple[int, ...] | None = None
+    ) -> HostState | None:
+        """``state``, which was opened with all layers' ``states``, is from now on that of ``method`` for the layers
+        ``acting``, or all; None: there is none for these."""
         if state is not None:
-            self._on_device, self._opened_by = state, method
+            self._on_device, self._opened_by, self._opened_for = state, method, acting
         return state
 
     @contextmanager
