@@ -13,6 +13,8 @@ from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv.tier import TierCounts
 from saccade.selection import Dense
 
+SLIDES = "sliding-window layers ran their own window instead of the policy"  # a note of reports
+
 
 class Late(Protocol):
     """Counts that are kept elsewhere while a request runs."""
