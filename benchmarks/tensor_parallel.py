@@ -122,7 +122,7 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
     taken: dict[int, list[float]] = {12: [], FEW: [], FEW + STEPS: []}
     outputs: list[Any] = []
-    for steps in (12, FEW, FEW + STEPS):  # the first compiles and records
+    for steps in (12, *2 * (FEW, FEW + STEPS)):  # the first compiles and records
         params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy=policy)
         for one in outputs:
@@ -138,6 +138,10 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
+    if step <= 0:
+        raise RuntimeError(
+            f"no time of a step: {FEW} steps took {taken[FEW]} s, {FEW + STEPS} took {taken[FEW + STEPS]}"
+        )
     known = min(one.num_cached_tokens for one in outputs)
     return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths, "cached": known}
 

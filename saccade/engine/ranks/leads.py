@@ -21,12 +21,12 @@ class FirstLead:
 
     def takes_ahead(self, own: bool, said: Hashable) -> bool:
         """See Lead."""
-        self._link.tell(Decision(own, said))
+        self._link.decide(Decision(own, said))
         return own
 
     def goes_on(self, own: bool) -> bool:
         """See Lead."""
-        self._link.tell(Decision(own, None))
+        self._link.decide(Decision(own, None))
         return own
 
     def tokens(self, own: Tensor) -> Tensor:

@@ -170,6 +170,12 @@ class RankLink:
         """Send a message to all other ranks. RanksLost where one is gone."""
         self.tell_each([message] * len(self.processes))
 
+    def decide(self, decision: Any) -> None:
+        """Send a decision, for which the others wait within a step. It counts as a sum does, by which they keep pace.
+        RanksLost where one is gone."""
+        with self._counts.within(0):
+            self.tell(decision)
+
     def tell_each(self, messages: Sequence[Any]) -> None:
         """Send each other rank a message of its own. RanksLost where one is gone."""
         if self.lost is None:
