@@ -28,7 +28,7 @@ from saccade.ops.cpu_readings import Readings, Reads, Seen
 from saccade.selection.forms import MOST, Summarized
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Everything
-from saccade.selection.visible import VisibleKeys
+from saccade.selection.visible import VisibleKeys, rows_within
 
 PLANS = 4096  # of methods used last
 SEVERAL_SIZES = "layers have heads of more than one size"
@@ -57,6 +57,7 @@ class FixedPlans:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._everything = Readings([Everything()] * setting.spec.layers)
+        self._dense = Readings([rows_within(window, MOST) for window in setting.spec.windows])  # of several rows
         self._least_window = min((one for one in setting.spec.windows if one is not None), default=MOST)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
@@ -69,10 +70,10 @@ class FixedPlans:
         several = len(rows.memory.kv.parts) > 1
         if rows.together:
             plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
-            if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
-                return "rows with sliding windows are attended one by one"
+            if plan is None or (window is not None and window.acts(self.setting.spec.layers)):
+                return "rows under a policy's window are attended one by one"
             weighs = not several and self._weighs(rows.scheduled.policy.decode)
-            return FixedRow(rows, plan, self._everything, None, weighs)
+            return FixedRow(rows, plan, self._dense, None, weighs)
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         prepared = self._plan(method, length <= self._least_window)
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)

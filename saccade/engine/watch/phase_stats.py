@@ -13,6 +13,9 @@ from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv.tier import TierCounts
 
 
+OWN_WINDOW = "sliding-window layers ran their own window instead of the policy"
+
+
 class Late(Protocol):
     """Counts that are kept elsewhere while a request runs."""
 
