@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
-from device_helpers import device_of, put_on_device
+from device_helpers import put_on_device
 from engine_helpers import tokens
 from helpers import brute_force, generator
 from test_llm_device_prefill import asked, same
@@ -111,3 +111,121 @@ def test_a_window_is_at_least_a_key_and_of_all_of_them():
     pages, q = pages_of(sequences("auto", lengths=(40,))), torch.zeros(2, 8, 32)
     with pytest.raises(SaccadeError, match="window must be at least 1, got 0"):
         attend_rows(q, pages, torch.tensor([39, 40]).int(), scale=1.0, window=0)
+
+
+FAMILIES = {
+    "gemma2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},  # softcaps
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},  # sinks
+    "mistral": {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},  # all layers
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request, tmp_path_factory):
+    """Windows of 7 keys: fewer than the rows of a piece of a chunk."""
+    family = request.param
+    folder = make_checkpoint(family, tmp_path_factory.mktemp(family), max_position_embeddings=512, **FAMILIES[family])
+    options = {"prefill_chunk": 32, "exact": False, "enable_prefix_caching": False, "dtype": "float32"}
+    made = [LLM(folder, kv_memory="8MiB", device="cpu", **options) for _ in range(2)]
+    put_on_device(made[1])
+    return made
+
+
+@pytest.fixture
+def arranged(monkeypatch):
+    """How many rows of how many requests each recorded step has."""
+    seen: list[tuple[str, list[int]]] = []
+    real = DeviceBackend._arranged
+
+    def noted(self, step, memories, results, times):
+        seen.append((step.scheduled[0].phase, [one.length for one in step.scheduled]))
+        return real(self, step, memories, results, times)
+
+    monkeypatch.setattr(DeviceBackend, "_arranged", noted)
+    return seen
+
+
+def logprobs_agree(ours, theirs) -> None:
+    for one, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs):
+        for token in one.keys() & other.keys():
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_verifications_are_recorded(engines, arranged):
+    """Prompts within the window, at its end and beyond; tokens, log-probabilities and counts are those of rows one by
+    one under dense attention."""
+    host, device = engines
+    prompts = [random_ids(length, seed=length) for length in (4, 40, 21)]
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
+    want = host.generate(prompts, params)
+    got = device.generate(prompts, params, policy="lossless(draft=streaming(sinks=1, window=16), tokens=3, lookup=1)")
+    assert [one.error for one in got] == [None] * 3
+    assert list(map(tokens, got)) == list(map(tokens, want))
+    together = [rows for phase, rows in arranged if phase == "decode" and max(rows) > 1]
+    assert len(together) > 1
+    assert max(map(len, together)) > 1
+    for ours, theirs in zip(got, want):
+        logprobs_agree(ours, theirs)
+        ours, theirs = ours.report["decode"], theirs.report["decode"]
+        assert {one["path"] for one in ours["paths"]} == {RECORDED}
+        for name in ("keys_attended", "keys_causal", "density_per_head", "tokens"):
+            assert ours[name] == theirs[name]
+    assert got[1].report["speculation"]["verifications"] > 1
+    assert device.pool.used_blocks == 0
+
+
+def test_short_chunks_of_prompts_are_recorded(engines, arranged):
+    """Chunks that follow 32 rows, within one piece and over several, with and without what a method learns."""
+    host, device = engines
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for policy in ("dense", "tri_shape(sinks=8, window=16, last=40)", "dense+snapkv(capacity=40, window=24)"):
+        arranged.clear()
+        ours, theirs = (one.generate(asked(1, 17, 5), params, policy=policy) for one in (device, host))
+        for one, other in zip(ours, theirs):
+            same(other, one)
+        assert ("prefill", [1, 17, 5]) in arranged
+        assert {one["path"] for one in ours[1].report["prefill"]["paths"]} == {RECORDED, "chunk"}
+
+
+def test_forks_and_turns_leave_what_the_row_path_leaves(engines):
+    """Samples of one prompt, and keys after two turns of a session, whose last rows were verified."""
+    policy = "lossless(draft=streaming(sinks=1, window=16), tokens=3, lookup=1)"
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=6, ignore_eos=True)
+    found, stored = [], []
+    for one, mine in zip(engines, ("dense", policy)):
+        (output,) = one.generate(random_ids(39, seed=9), params, policy=mine)
+        found.append([part.token_ids for part in output.outputs])
+        with one.session(policy=mine) as session:
+            for turn in (random_ids(45, seed=7), random_ids(20, seed=8)):
+                found[-1].append(tokens(session.generate(turn, SamplingParams(temperature=0, max_tokens=7))))
+            (kept,) = one.engine.sessions.values()
+            stored.append([getattr(kept.kv.view(layer), part)() for layer in (0, 1) for part in ("keys", "values")])
+    assert found[0] == found[1]
+    for left, right in zip(*stored):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+def test_verifications_outside_of_recorded_steps_share_calls_by_window(engines, monkeypatch):
+    """As on a GPU whose model has no recorded step; on CPU tensors under the interpreter."""
+    host, _ = engines
+    calls = []
+
+    def counted(q, views, **options):
+        calls.append((len(views), q.shape[1], options["window"]))
+        return attend_few(q, views, **options)
+
+    real = host_together.TogetherRows.takes
+    monkeypatch.setattr(host_together.triton, "serves", lambda *given: None)
+    monkeypatch.setattr(host_together.TogetherRows, "takes", lambda *given: given[2].rows.together and real(*given))
+    monkeypatch.setattr(host_module, "batches", lambda rows, q: rows.together)
+    monkeypatch.setattr(cpu_rows, "stores", lambda *args: False)  # else a CPU's kernels have all rows
+    monkeypatch.setattr(few_rows, "attend_few", counted)
+    prompts = [random_ids(length, seed=length) for length in (40, 21, 30)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    want = host.generate(prompts, params)
+    got = host.generate(prompts, params, policy="lossless(draft=streaming(sinks=1, window=16), tokens=3, lookup=0)")
+    assert list(map(tokens, got)) == list(map(tokens, want))
+    assert {window for *_, window in calls} == set(host.model.runner.spec.windows)
+    assert max(views for views, *_ in calls) > 1
+    for ours, theirs in zip(got, want):
+        assert ours.report["decode"]["keys_attended"] == theirs.report["decode"]["keys_attended"]

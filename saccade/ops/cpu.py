@@ -23,7 +23,7 @@ from saccade.kv.view import KVView
 from saccade.ops.call import Call, Result
 from saccade.ops.cpu_structs import STORAGE, Reads, keys_of, missing, native
 from saccade.ops.reference import soft_capped
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Tri, Windowed
 
 MAX_HEAD_DIM = 1024
 _NAMES = ("amx_bf16", "avx512_bf16", "avx2", "neon_bf16", "neon", "portable")

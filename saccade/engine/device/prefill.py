@@ -17,7 +17,7 @@ from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
 from saccade.engine.watch.phase_stats import OWN_WINDOW, ran_dense
 from saccade.methods.base import Chunk, Cost, Method
 from saccade.models.interface import ModelSpec
-from saccade.selection import Band, Dense, Selection, Shape
+from saccade.selection import Band, Dense, Shape
 
 EACH = 16  # tokens of a row
 MOST_TOKENS = 128  # of a chunk; more of them keep a GPU busy by themselves
@@ -89,7 +89,9 @@ def settle(
     shape = Shape.suffix(spec.heads, spec.kv_heads, one.length, one.stop, device)
     method = one.policy.prefill
     slides = [window is not None and window < one.stop for window in spec.windows]
-    used = [Dense(shape) if window is None or not own else Band(shape, window) for window, own in zip(spec.windows, slides)]
+    used = [
+        Dense(shape) if window is None or not own else Band(shape, window) for window, own in zip(spec.windows, slides)
+    ]
     if not method.means_dense:
         if any(slides):
             result.note(OWN_WINDOW)

@@ -30,7 +30,9 @@ class TogetherRows:
     """Requests of a layer whose rows wait for others like them."""
 
     setting: Setting
-    waiting: dict[tuple[int, int | None], list[Chosen]] = field(default_factory=dict)  # verifications, by rows and window
+    waiting: dict[tuple[int, int | None], list[Chosen]] = field(
+        default_factory=dict
+    )  # verifications, by rows and window
     chunks: dict[tuple[int, ...], list[Chosen]] = field(default_factory=dict)  # of prefills, by form
 
     def takes(self, q: Tensor, chosen: Chosen) -> bool:
@@ -42,10 +44,12 @@ class TogetherRows:
             return False
         if not chosen.rows.together:
             return self._takes_chunk(q, chosen)
-        if chunk.shape.q_start == 0 or not isinstance(selection, Dense | Band):
+        window = None
+        if isinstance(selection, Band) and not selection.sinks and not chunk.kv.format.joined:
+            window = selection.window
+        elif not isinstance(selection, Dense):
             return False
-        window = selection.window if isinstance(selection, Band) else None
-        if window is not None and (selection.sinks or chunk.kv.format.joined):  # which a call of its own reads
+        if chunk.shape.q_start == 0:
             return False
         self.waiting.setdefault((chunk.shape.q_len, window), []).append(chosen)
         return True

@@ -12,7 +12,6 @@ from saccade.engine.watch.device_counts import DeviceCounts, selection_kind
 from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv.tier import TierCounts
 
-
 OWN_WINDOW = "sliding-window layers ran their own window instead of the policy"
 
 
