@@ -254,11 +254,16 @@ class DecodeStep {
     void check_layers(size_t count) const {
         if (static_cast<int64_t>(count) != layers_) throw std::invalid_argument("one call a layer is needed");
     }
+    // A layer reads as `kind` says, or where its own window rules as ReadKeys say.
     template <class T>
     void hold(PlannedRow& row, RowKind kind, nanobind::object keys, nanobind::list layers) {
         check_layers(nanobind::len(layers));
-        for (int64_t i = 0; i < layers_; ++i)
-            row.layers[i] = {kind, &nanobind::cast<const T&>(nanobind::handle(layers[i]))};
+        for (int64_t i = 0; i < layers_; ++i) {
+            nanobind::handle layer = layers[i];
+            if (nanobind::isinstance<ReadKeys>(layer))
+                row.layers[i] = {RowKind::reads, &nanobind::cast<const ReadKeys&>(layer)};
+            else row.layers[i] = {kind, &nanobind::cast<const T&>(layer)};
+        }
         row.held = nanobind::make_tuple(keys, layers);
     }
 

@@ -102,11 +102,11 @@ class Worker:
             return None
         return self.device.prepare(pool, policy, requests, longest, seconds, share)
 
-    def repeats(self, step: StepInput) -> bool:
-        """Whether the device can run the step again and again by itself (``run``'s ``times``)."""
+    def repeats(self, step: StepInput, times: int) -> bool:
+        """Whether the device can run the step ``times`` times by itself (see ``run``)."""
         if self.device is None or self.exact or self._alone:
             return False
-        return self.device.repeats(step, self.memories)
+        return self.device.repeats(step, self.memories, times)
 
     def replays(self, step: StepInput) -> bool:
         """Whether the device can run the rows of a step densely, too, beside it (``Watch.replays``)."""

@@ -14,7 +14,7 @@ from saccade.engine.device.rows import Asked
 from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.rows.states import follow_prefill
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
-from saccade.engine.watch.phase_stats import OWN_WINDOW, ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
 from saccade.methods.base import Chunk, Cost, Method
 from saccade.models.interface import ModelSpec
 from saccade.selection import Band, Dense, Shape
@@ -94,7 +94,7 @@ def settle(
     ]
     if not method.means_dense:
         if any(slides):
-            result.note(OWN_WINDOW)
+            result.note(SLIDES)
         if not all(slides):
             result.note(ran_dense("prefill", method.name))
     if not learns(one):

@@ -23,13 +23,15 @@ from saccade.selection.plan import DevicePlan
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """One request's row of a batched step, decoded under ``plan``."""
+    """One request's row of a batched step, decoded under ``plan``. ``acting``: the layers where its method decides,
+    where these are not all."""
 
     scheduled: ScheduledRequest
     memory: SequenceMemory
     plan: DevicePlan
     result: RequestResult
     cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
+    acting: tuple[int, ...] | None = None
 
     @property
     def kv(self) -> SequenceKV:

@@ -17,7 +17,7 @@ from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
 from saccade.engine.watch.clock import timed
 from saccade.engine.watch.device_counts import selection_kind
 from saccade.engine.watch.observe import AttentionCall
-from saccade.engine.watch.phase_stats import OWN_WINDOW, ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
 from saccade.kv.tier import LostKV
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Evicting, Method, Query
@@ -185,7 +185,7 @@ def choose(
         else:
             selection = method.select_prefill(chunk)
         if slides and not method.means_dense:
-            rows.result.note(OWN_WINDOW)
+            rows.result.note(SLIDES)
         if type(selection) is Dense and not method.means_dense:
             rows.result.note(ran_dense(scheduled.phase, method.name))
         if chunk.window is not None:

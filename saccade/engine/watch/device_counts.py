@@ -82,7 +82,7 @@ class LateCounts:
         everything = False
         for reading, sums in self._sums.items():
             known = reading.cost(length, step)
-            kind = "dense" if whole else known.kind
+            kind = "dense" if whole and not reading.listed else known.kind
             sums.calls += times
             sums.causal += times * length
             sums.even += times * known.keys

@@ -12,7 +12,7 @@ from saccade.engine.watch.device_counts import DeviceCounts, selection_kind
 from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv.tier import TierCounts
 
-OWN_WINDOW = "sliding-window layers ran their own window instead of the policy"
+SLIDES = "sliding-window layers ran their own window instead of the policy"  # a note of reports
 
 
 class Late(Protocol):
