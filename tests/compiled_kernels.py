@@ -355,11 +355,13 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {
                 **decoding, "PER": per, "ROWS": rows, "SIZE": size, "SPACED": True, "COUNTED": True, "KEYS": 32,
                 "RUN": 1 if size == 1 else 32,
-                "MANY": True, "D": head_dim, "D_PAD": head_dim,
+                "MANY": True, "D": head_dim, "D_PAD": head_dim, "WINDOW": window,
             },
             {"num_warps": 4, "num_stages": 3, **({} if head_dim > 128 else {"maxnreg": 96})},
         )
-        for per, rows, size, head_dim in ((4, 1, 32, 128), (1, 1, 1, 64), (7, 1, 0, 128), (8, 2, 0, 256))
+        for per, rows, size, head_dim, window in (
+            (4, 1, 32, 128, 0), (1, 1, 1, 64, 0), (7, 1, 0, 128, 0), (8, 2, 0, 256, 0), (8, 4, 0, 256, 512)
+        )
     ]  # fmt: skip
     ordering = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "AFTER_FULL": True, "EARLY": True}
     for everything, blocks in ((True, 6144), (False, 3072), (True, 1 << 16)):
