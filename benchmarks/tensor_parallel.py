@@ -33,7 +33,8 @@ from random_model import ALONE, NO_SUMS, SHAPES, STEPS, Shape, patch
 import saccade.ranks
 from saccade import LLM, SamplingParams
 from saccade.bench.ttft import prompt
-from saccade.engine.ranks import link
+from saccade.engine.ranks.meeting import RankGroup
+from saccade.engine.ranks.watch import SumCounts
 from saccade.models.reference.tokenizer import build_tokenizer
 
 OUT = Path(os.environ.get("OUT") or "build/tensor_parallel") / "tensor_parallel.jsonl"
@@ -181,8 +182,8 @@ def sums(ranks: int) -> None:
     rank, store, name = (os.environ[one] for one in ("BENCH_RANK", "BENCH_STORE", "SACCADE_REDUCE"))
     device = torch.device("cuda", int(rank))
     torch.cuda.set_device(device)
-    counts = link.SumCounts(Path(store + ".counts"), ranks)
-    group = link.RankGroup(
+    counts = SumCounts(Path(store + ".counts"), ranks)
+    group = RankGroup(
         torch.distributed.FileStore(store, ranks), int(rank), ranks, 60.0, counts, device, Path(store).name
     )
     rows = Rows(OUT)

@@ -24,7 +24,6 @@ import torch.distributed as distributed
 from saccade.engine.attention import Watch
 from saccade.engine.ranks.link import (
     LoneLink,
-    RankGroup,
     RankLink,
     counts_path,
     failed,
@@ -34,6 +33,7 @@ from saccade.engine.ranks.link import (
     send,
     steps_path,
 )
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts

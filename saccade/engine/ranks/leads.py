@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.engine.ranks.link import RankGroup, RankLink
+from saccade.engine.ranks.link import RankLink
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.messages import Decision
 from saccade.errors import SaccadeError
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.steps.step import StepInput, StepResult
 
 
