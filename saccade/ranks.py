@@ -25,12 +25,12 @@ from saccade.engine.attention import Watch
 from saccade.engine.ranks.folder import counts_path, failed, ready, steps_path
 from saccade.engine.ranks.link import (
     LoneLink,
-    RankGroup,
     RankLink,
     gather_named,
     patience,
     send,
 )
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts

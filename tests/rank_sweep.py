@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import rank_threads
 import torch
-from helpers import MATRIX
+from method_matrix import MATRIX
 from rank_helpers import CLOSE, EXACT
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, make_checkpoint, random_ids

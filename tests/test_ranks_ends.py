@@ -20,7 +20,8 @@ from storm.ranks import Plan, storm
 
 from saccade import ranks
 from saccade.engine.ranks import link as rank_link
-from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
+from saccade.engine.ranks.link import RankLink, RanksLost, send
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.worker import FirstRank, RankWorker
 from saccade.engine.rows.layers_pass import LayersPass

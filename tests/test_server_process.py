@@ -190,7 +190,7 @@ def test_an_engine_is_asked_without_a_server(tiny_llama):
             assert time.monotonic() < ends
             await asyncio.sleep(0.01)
             await engine.clear_prefixes()
-        assert not engine._asked
+        assert not engine._calls.requests
 
     try:
         asyncio.run(ask())

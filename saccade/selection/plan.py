@@ -80,11 +80,6 @@ class DevicePlan:
         return stored(self.layers)
 
     @cached_property
-    def dense(self) -> bool:
-        """Whether every layer reads everything."""
-        return all(one.ends == (0, None) for one in self.layers)
-
-    @cached_property
     def keeps(self) -> bool:
         """Whether rows have a device state, to whose numbers and memory their buffers point."""
         return not self.listed or (self.blocks is not None and self.summarized is None)

@@ -234,7 +234,6 @@ class DeviceBackend(DeviceServing):
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The pieces of chunks, padded likewise."""
         plan = self._plans.prefilling(EACH)
-        assert plan is not None
         placed: list[PlacedRow | None] = []
         for one in step.scheduled:
             memory, result = memories[one.sequence_id], results[one.request_id]

@@ -14,7 +14,8 @@ from saccade.selection import Cone
 from saccade.selection.forms import Summarized
 from saccade.selection.levels import Levels
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Everything, Reading
+from saccade.selection.readings import Reading
+from saccade.selection.visible import rows_within
 
 PLANS = 4096  # of methods used last
 
@@ -74,12 +75,11 @@ class DevicePlans:
         plan = self._of(method.draft, policy.window, self._level(method.draft, length)).plan
         return self._verifying(method, each, None if plan is None else plan.summarized)
 
-    def prefilling(self, each: int) -> DevicePlan | None:
-        """How at most ``each`` rows of a dense prefill read; None where a layer has a window of its own."""
-        plan = self.of(Policy(), 1).plan
-        if plan is None or not plan.dense:
-            return None
-        return self._verifying(Policy().decode, each, None).plan
+    def prefilling(self, each: int) -> DevicePlan:
+        """How at most ``each`` rows of a dense prefill read."""
+        plan = self._verifying(Policy().decode, each, None).plan
+        assert plan is not None
+        return plan
 
     def _level(self, method: Method, length: int) -> int | None:
         """None: that of all rows."""
@@ -113,7 +113,7 @@ class DevicePlans:
         return Planned(plan, self._number(plan), cones=cones, acting=acting)
 
     def _planned_verifying(self, method: Method, each: int, kept: Summarized | None) -> Planned:
-        plan = DevicePlan.of(method, [Everything(each, kept)] * self.spec.layers)
+        plan = DevicePlan.of(method, [rows_within(window, each, kept) for window in self.spec.windows])
         return Planned(plan, self._number(plan))
 
     def _number(self, plan: DevicePlan) -> int:

@@ -64,8 +64,8 @@ class DeviceServing:
                 return "the decode method keeps a state that its device plan does not know"
             if memory.has_gone and not (one.policy.decode.evicts and memory.gone_within(planned.acting)):
                 return "an earlier turn evicted keys"
-        if one.together and planned.plan is not None and not planned.plan.dense:
-            return "rows with sliding windows are attended one by one"
+        if one.together and any(cone is not None for cone in planned.cones):
+            return "rows under a policy's window are attended one by one"
         return planned.why_not
 
     def why_not(self, policy: Policy) -> str | None:
@@ -81,8 +81,6 @@ class DeviceServing:
             return "layers that keep a state take prompts by the host"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
-        if self._plans.prefilling(EACH) is None:
-            return "layers with sliding windows are attended by the host"
         return prefill.why_not(one, memory)
 
     def parts(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[list[int]]:

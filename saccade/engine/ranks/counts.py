@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.outcomes import Outcome
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest, StepInput, StepResult
 from saccade.engine.watch.device_counts import DeviceCounts, LateCounts, selection_kind

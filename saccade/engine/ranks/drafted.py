@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.ranks.counts import exchange
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.outcomes import Outcome
 from saccade.engine.steps.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
 from saccade.methods.base import Cost

@@ -15,7 +15,8 @@ from torch import Tensor
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved_memory import OLDER, SavedMemory
 from saccade.engine.memory.sequence_memory import Cut
-from saccade.engine.ranks.link import Group, RankLink, RanksLost
+from saccade.engine.ranks.link import RankLink, RanksLost
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.messages import (
     BeginDrafts,
     BeginTurn,

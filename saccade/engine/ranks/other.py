@@ -11,8 +11,8 @@ from saccade.engine.ranks.counts import KeptCounts, exchange, keep_counts, keep_
 from saccade.engine.ranks.drafted import share_rows
 from saccade.engine.ranks.findings import AUDIT
 from saccade.engine.ranks.leads import OtherLead
-from saccade.engine.ranks.link import Group, RankGroup
 from saccade.engine.ranks.looks import looking, seen_by
+from saccade.engine.ranks.meeting import Group, RankGroup
 from saccade.engine.ranks.memories import gathered
 from saccade.engine.ranks.messages import (
     Audits,

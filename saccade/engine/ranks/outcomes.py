@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from saccade.engine.memory.memories import Memories
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.steps.step import CallCount, StepInput, StepResult
 from saccade.methods.base import Cost
 

@@ -23,8 +23,9 @@ from saccade.engine.ranks.counts import DENSE, KeptCounts, LateOfRanks, drop_cou
 from saccade.engine.ranks.drafted import join_rows, share_rows
 from saccade.engine.ranks.findings import AuditsOfRanks
 from saccade.engine.ranks.leads import FirstLead
-from saccade.engine.ranks.link import Group, RankLink, RanksLost
+from saccade.engine.ranks.link import RankLink, RanksLost
 from saccade.engine.ranks.looks import Looks
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.memories import SharedMemories
 from saccade.engine.ranks.messages import (
     RecordStep,

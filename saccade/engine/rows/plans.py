@@ -63,7 +63,9 @@ class FixedPlans:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._everything = Readings([Everything()] * setting.spec.layers)
-        self._levels = Levels(setting.spec.windows)
+        windows = setting.spec.windows
+        self._dense = Readings([Everything() if one is None else Ends(0, one) for one in windows])
+        self._levels = Levels(windows)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
@@ -75,10 +77,10 @@ class FixedPlans:
         several = len(rows.memory.kv.parts) > 1
         if rows.together:
             plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
-            if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
-                return "rows with sliding windows are attended one by one"
+            if plan is None or (window is not None and window.acts(self.setting.spec.layers)):
+                return "rows under a policy's window are attended one by one"
             weighs = not several and self._weighs(rows.scheduled.policy.decode)
-            return FixedRow(rows, plan, self._everything, None, weighs)
+            return FixedRow(rows, plan, self._dense, None, weighs)
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
         level = self._levels.of(length)
         acting = self._levels.acting(level) if level else None

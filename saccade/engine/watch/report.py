@@ -23,7 +23,7 @@ class Speculated(Protocol):
 
 
 class Audited(Protocol):
-    """What was held against dense attention (engine.audit, engine.bounds)."""
+    """What was held against dense attention (engine.watch.audit, engine.watch.bounds)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
