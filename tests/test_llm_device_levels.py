@@ -19,7 +19,7 @@ from saccade.models.interface import ModelSpec
 
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 BLOCK = 16 * 2 * 32 * 4  # bytes of 16 keys and values of a layer
-QUICK = "quest", "lfps", "h2o"
+QUICK = "lfps", "h2o"
 
 
 def engine(folder, batched: bool, **options) -> LLM:
@@ -80,7 +80,8 @@ def test_rows_that_outgrow_a_window(engines, name):
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        ("gemma2", METHOD["lfps"]),  # logits are capped
+        ("gemma2", METHOD["quest"]),  # logits are capped
+        thorough("gemma2", METHOD["lfps"]),
         thorough("gemma2", BY_KEYS),
         thorough("gemma2", METHOD["rocketkv"]),
         ("gpt_oss", METHOD["topk"]),  # logits without values
@@ -100,7 +101,7 @@ def test_families(engines, family, policy):
         assert logits(left) == pytest.approx(logits(right), abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["lfps(k=30, least=1)", thorough(METHOD["quest"]), thorough(METHOD["h2o"])])
+@pytest.mark.parametrize("policy", [METHOD["quest"], thorough(METHOD["lfps"]), thorough(METHOD["h2o"])])
 def test_windows_of_two_sizes(tmp_path, monkeypatch, policy):
     folder = of_two_sizes(tmp_path / "llama", monkeypatch)
     prompts = [random_ids(length, seed=length) for length in (69, 99)]
@@ -153,7 +154,7 @@ def test_turns_across_a_window(small, policy):
             same(left, right)
 
 
-@pytest.mark.parametrize("policy", ["topk(k=24)", thorough(METHOD["cis"]), thorough(METHOD["lfps"])])
+@pytest.mark.parametrize("policy", [METHOD["snapkv"], thorough(METHOD["cis"]), thorough(METHOD["lfps"])])
 def test_preempted_and_forked_requests_go_on(small, policy):
     prompts = [random_ids(length, seed=length) for length in (61, 62, 63)]
     slots = 2 * 14 * BLOCK  # four blocks a layer each, and none is left for the third to grow
