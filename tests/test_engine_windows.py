@@ -127,3 +127,10 @@ def test_requests_under_several_methods(engines):
     own, planned = (one.generate(prompts, FEW, policy=policies) for one in engines("gemma3_text"))
     for left, right in zip(own, planned):
         same(left, right)
+
+
+def test_a_method_without_a_plan_is_not_asked_where_all_layers_slide(engines):
+    own, planned = (
+        one.generate(random_ids(100, seed=1), FEW, policy="topp(dense_upto=0)") for one in engines("mistral")
+    )
+    same(own[0], planned[0])

@@ -14,6 +14,7 @@ from window_helpers import BY_KEYS, LENGTHS, METHOD, SIZES, WINDOW, checkpoint, 
 from saccade import LLM, SamplingParams
 from saccade.engine.device.ahead import Ahead
 from saccade.engine.watch.phase_stats import SLIDES
+from saccade.methods.policy import Policy
 from saccade.methods.registry import METHODS
 from saccade.models.interface import ModelSpec
 
@@ -222,3 +223,26 @@ def test_windows_of_the_policy_beside_the_models_own(engines, policy):
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines("gemma3_text"))
     for left, right in zip(own, batched):
         same(left, right)
+
+
+def test_steps_of_all_levels_are_recorded_ahead(small):
+    """Of up to 1,024 keys those of rows that the window does not hide, too."""
+    policy = Policy.parse(METHOD["topk"])
+    with small(True) as llm:
+        device = device_of(llm)
+        wanted = device._preparing(llm.pool)._wanted(policy, 2, 2048)
+        decoding = [one for one in wanted if not one.prefill]
+        forms = {size: {one.sizes[0][0] for one in decoding if one.longest == size} for size in (1024, 2048)}
+        short, long = (device._plans.of(policy, length).form for length in (WINDOW, WINDOW + 1))
+        assert short != long
+        assert forms == {1024: {short, long}, 2048: {long}}
+        assert device.why_not(policy) is None
+        assert "no batched kernel" in device.why_not(Policy.parse("topp"))
+
+
+def test_a_method_without_a_plan_is_not_asked_where_all_layers_slide(engines):
+    """Its first row is longer than the window."""
+    own, batched = (
+        one.generate(random_ids(100, seed=1), FEW, policy="topp(dense_upto=0)") for one in engines("mistral")
+    )
+    same(own[0], batched[0])
