@@ -422,5 +422,5 @@ def test_methods_and_their_policies_are_known_once(runner):
     plans = DeviceBackend(runner)._plans
     one, same, other = map(Policy.parse, ("arkvale(budget=64)", "arkvale(budget=64)", "arkvale"))
     assert one.decode is not same.decode
-    assert plans.of(one) is plans.of(same) is plans.of(one)
-    assert plans.of(one) is not plans.of(other)
+    assert plans.of(one, 100) is plans.of(same, 200) is plans.of(one, 100)
+    assert plans.of(one, 100) is not plans.of(other, 100)

@@ -30,7 +30,7 @@ SPEC = ModelSpec("llama", 24, 14, 2, 64, 1000, 40000, torch.bfloat16, (None,) * 
 
 
 def on_a_gpu(policy: Policy) -> str | None:
-    return DevicePlans(SPEC).of(policy).why_not
+    return DevicePlans(SPEC).of(policy, 100).why_not
 
 
 @pytest.fixture

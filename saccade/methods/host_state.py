@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.cpu_readings import Listed, Readings, Reads
+from saccade.ops.cpu_readings import Listed, StateReads
 from saccade.ops.cpu_structs import band_keys, native
 from saccade.ops.tallies import BESIDE
 from saccade.selection.forms import MOST, Summarized
@@ -45,7 +45,7 @@ class HostState(DeviceState):
         """The fields of a ListedLayer beside its tally."""
         return {}
 
-    def reads(self, length: int, window: WindowMethod | None = None) -> Reads | None:
+    def reads(self, length: int, window: WindowMethod | None = None) -> StateReads | None:
         """What a row that sees ``length`` keys reads in every layer; None where that is everything. ``window``: its
         policy's, for those that serve ``windows``."""
         keys = self.keys(length)
@@ -125,12 +125,11 @@ class ActingRows(HostState):
     def lay_out(self) -> None:
         """Its own state has."""
 
-    def reads(self, length: int, window: WindowMethod | None = None) -> Reads | None:
+    def reads(self, length: int, window: WindowMethod | None = None) -> StateReads | None:
         reads = self._own.reads(length, window)
         self.summarized = self._own.summarized
         if reads is None:
             return None
-        assert not isinstance(reads, Readings)
         layers: list[Any] = [None if size is None else band_keys(size, 0) for size in self._windows]
         for layer, one in zip(self._acting, reads.layers):
             layers[layer] = one

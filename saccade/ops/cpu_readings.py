@@ -154,7 +154,8 @@ class Kept(NamedTuple):
         step.keeps(row, self.keys, self.layers)
 
 
-Reads = Readings | Guessed | Listed | Shared | Kept
+StateReads = Guessed | Listed | Shared | Kept  # of a method's state: ``layers`` may have a struct Keys in any place
+Reads = Readings | StateReads
 
 
 def _addresses(summaries: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -26,6 +26,12 @@ class Named(Protocol):
     def text(self) -> str: ...
 
 
+class Planning(Named, Protocol):
+    """A method that may have a plan."""
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None: ...
+
+
 @dataclass(frozen=True)
 class DevicePlan:
     """What each layer reads under one method: ``name`` is its text, options included, and ``method`` its name alone.
@@ -43,6 +49,15 @@ class DevicePlan:
     @classmethod
     def of(cls, method: Named, layers: Iterable[Reading]) -> DevicePlan:
         return cls(method.text, method.name, tuple(layers))
+
+    @classmethod
+    def at(cls, method: Planning, spec: PlanSpec) -> DevicePlan | None:
+        """The plan of ``method`` on a model with the windows that rule rows of one level. Where all layers read their
+        window the method is not asked."""
+        sizes = [size for size in spec.windows if size is not None]
+        if len(sizes) == spec.layers:
+            return cls.of(method, [Ends(0, size) for size in sizes])
+        return method.device_plan(spec)
 
     @classmethod
     def alike(cls, method: Named, spec: PlanSpec, reading: Reading, dense_layers: int = 0) -> DevicePlan:

@@ -97,7 +97,7 @@ class DevicePlans:
 
     def _planned(self, method: Method, window: WindowMethod | None, level: int | None) -> Planned:
         spec, levels, acting = self.spec, self.levels, None
-        plan = method.device_plan(spec if level is None else replace(spec, windows=levels.windows_at(level)))
+        plan = DevicePlan.at(method, spec if level is None else replace(spec, windows=levels.windows_at(level)))
         if plan is None:
             return Planned(None, why_not=f"'{method.text}': {method.rows_only or 'no device plan for this model'}")
         if level:

@@ -202,7 +202,7 @@ class FixedPlans:
     def _planned(self, method: Method, level: int) -> Prepared | str:
         """Or why there is none."""
         spec, acting = self._spec(level), self._levels.acting(level) if level else None
-        plan = method.device_plan(spec)
+        plan = DevicePlan.at(method, spec)
         if plan is None:
             return f"'{method.text}': {method.rows_only or 'no plan for this model'}"
         if level:

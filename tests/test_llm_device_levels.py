@@ -14,12 +14,13 @@ from window_helpers import BY_KEYS, LENGTHS, METHOD, SIZES, WINDOW, checkpoint, 
 from saccade import LLM, SamplingParams
 from saccade.engine.device.ahead import Ahead
 from saccade.engine.watch.phase_stats import SLIDES
+from saccade.methods.policy import Policy
 from saccade.methods.registry import METHODS
 from saccade.models.interface import ModelSpec
 
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 BLOCK = 16 * 2 * 32 * 4  # bytes of 16 keys and values of a layer
-QUICK = "quest", "lfps", "h2o"
+QUICK = "lfps", "h2o"
 
 
 def engine(folder, batched: bool, **options) -> LLM:
@@ -80,7 +81,8 @@ def test_rows_that_outgrow_a_window(engines, name):
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        ("gemma2", METHOD["lfps"]),  # logits are capped
+        ("gemma2", METHOD["quest"]),  # logits are capped
+        thorough("gemma2", METHOD["lfps"]),
         thorough("gemma2", BY_KEYS),
         thorough("gemma2", METHOD["rocketkv"]),
         ("gpt_oss", METHOD["topk"]),  # logits without values
@@ -100,7 +102,7 @@ def test_families(engines, family, policy):
         assert logits(left) == pytest.approx(logits(right), abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["lfps(k=30, least=1)", thorough(METHOD["quest"]), thorough(METHOD["h2o"])])
+@pytest.mark.parametrize("policy", [METHOD["quest"], thorough(METHOD["lfps"]), thorough(METHOD["h2o"])])
 def test_windows_of_two_sizes(tmp_path, monkeypatch, policy):
     folder = of_two_sizes(tmp_path / "llama", monkeypatch)
     prompts = [random_ids(length, seed=length) for length in (69, 99)]
@@ -153,7 +155,7 @@ def test_turns_across_a_window(small, policy):
             same(left, right)
 
 
-@pytest.mark.parametrize("policy", ["topk(k=24)", thorough(METHOD["cis"]), thorough(METHOD["lfps"])])
+@pytest.mark.parametrize("policy", [METHOD["snapkv"], thorough(METHOD["cis"]), thorough(METHOD["lfps"])])
 def test_preempted_and_forked_requests_go_on(small, policy):
     prompts = [random_ids(length, seed=length) for length in (61, 62, 63)]
     slots = 2 * 14 * BLOCK  # four blocks a layer each, and none is left for the third to grow
@@ -221,3 +223,26 @@ def test_windows_of_the_policy_beside_the_models_own(engines, policy):
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines("gemma3_text"))
     for left, right in zip(own, batched):
         same(left, right)
+
+
+def test_steps_of_all_levels_are_recorded_ahead(small):
+    """Of up to 1,024 keys those of rows that the window does not hide, too."""
+    policy = Policy.parse(METHOD["topk"])
+    with small(True) as llm:
+        device = device_of(llm)
+        wanted = device._preparing(llm.pool)._wanted(policy, 2, 2048)
+        decoding = [one for one in wanted if not one.prefill]
+        forms = {size: {one.sizes[0][0] for one in decoding if one.longest == size} for size in (1024, 2048)}
+        short, long = (device._plans.of(policy, length).form for length in (WINDOW, WINDOW + 1))
+        assert short != long
+        assert forms == {1024: {short, long}, 2048: {long}}
+        assert device.why_not(policy) is None
+        assert "no batched kernel" in device.why_not(Policy.parse("topp"))
+
+
+def test_a_method_without_a_plan_is_not_asked_where_all_layers_slide(engines):
+    """Its first row is longer than the window."""
+    own, batched = (
+        one.generate(random_ids(100, seed=1), FEW, policy="topp(dense_upto=0)") for one in engines("mistral")
+    )
+    same(own[0], batched[0])
