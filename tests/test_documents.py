@@ -214,12 +214,15 @@ def test_a_pdf_is_read_by_pypdf_or_the_way_to_it_is_said(monkeypatch):
     assert text_of(data, "book.pdf") == "The harbour opens at nine.\n"
     with pytest.raises(RequestError, match="a PDF that cannot be read"):
         text_of(data[:40], "book.pdf")
-    assert text_of(b"\r\n" + data, "book.pdf") == "The harbour opens at nine.\n", "some begin with a few bytes of others"
+    assert text_of(b"\r\n" + data, "book.pdf") == "The harbour opens at nine.\n", (
+        "some begin with a few bytes of others"
+    )
 
 
 def test_a_damaged_pdf_is_one_line_of_error():
     pytest.importorskip("pypdf")
-    code = "from saccade.documents import text_of\ntry: text_of(b'%PDF-1.4 nonsense', 'b.pdf')\nexcept ValueError as e: print(e)"
+    read = "from saccade.documents import text_of\ntry: text_of(b'%PDF-1.4 nonsense', 'b.pdf')"
+    code = f"{read}\nexcept ValueError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
