@@ -237,7 +237,7 @@ class AsyncEngine:
         with self._starting:
             thread, self._thread = self._thread, None
             self._loop.closed = True
-            self._loop.inbox.put(STOP)
+            self._loop.stop()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 

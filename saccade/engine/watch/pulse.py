@@ -16,6 +16,10 @@ def waited(task: str) -> float:
         return 0.0
 
 
+class EndedError(BaseException):
+    """An engine ends in the midst of a step: no mistake of a request's, and for no request to hear of."""
+
+
 class Pulse:
     """The driving thread calls :meth:`beat` whenever it has got something done: a step, a layer of it, a message. Any
     thread may look. A step that computes takes as long as it takes; one that hangs neither gets on nor uses a
@@ -25,11 +29,18 @@ class Pulse:
         self._since: float | None = None
         self._thread: tuple[int, int] | None = None  # its number of Python's, and the system's
         self.beats = 0  # so far
+        self.over = False  # whether the engine is to end, at the latest with the layer at hand
 
     def beat(self) -> None:
         """Something is done, and the next is begun."""
         self._since, self._thread = time.monotonic(), (threading.get_ident(), threading.get_native_id())
         self.beats += 1
+
+    def layer(self) -> None:
+        """A layer begins: a beat. EndedError where the engine is to end: a chunk of a long prompt may take minutes."""
+        if self.over:
+            raise EndedError
+        self.beat()
 
     def rest(self) -> None:
         """There is nothing to do."""
