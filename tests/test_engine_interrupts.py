@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from tiny_models import (
 )
 
 from saccade import SamplingParams
+from saccade.cli.streaming import _interrupts
 from saccade.engine import loop, stream
 from saccade.engine.watch.pulse import Pulse
 from saccade.errors import SaccadeError
@@ -145,7 +147,8 @@ def test_a_closed_engine_says_so(tiny_llama, prompts):
 
 
 @pytest.mark.filterwarnings("ignore:a request failed")
-def test_an_engine_ends_between_two_layers_of_a_chunk(tiny_llama, monkeypatch):
+@pytest.mark.parametrize("end", ["close", "close_soon"])
+def test_an_engine_ends_between_two_layers_of_a_chunk(tiny_llama, monkeypatch, end):
     """A chunk of a long prompt takes minutes on a small machine: neither close() nor the interpreter's end waits so."""
     begun, layers, told = threading.Event(), [], []
     layer = Pulse.layer
@@ -171,9 +174,17 @@ def test_an_engine_ends_between_two_layers_of_a_chunk(tiny_llama, monkeypatch):
     asking = threading.Thread(target=ask)
     asking.start()
     assert begun.wait(60)
-    llm.loop.close()
+    getattr(llm.loop, end)()
     asking.join(60)
+    llm.loop.close()
     assert layers == [True], "the first layer's beginning was its end"
     assert "this engine was closed" in str(told)
     assert pool.used_blocks == 0
     llm.close()
+
+
+def test_without_a_way_to_stop_an_answer_ctrl_c_ends_the_engine():
+    ended = []
+    with pytest.raises(KeyboardInterrupt), _interrupts(None, lambda: ended.append(True)):
+        signal.raise_signal(signal.SIGINT)
+    assert ended == [True]
