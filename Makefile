@@ -19,7 +19,7 @@ PURE := ./packages/eval ./contrib
 # What pyproject.toml's `dev` has for building: setup and `make build` share it, so that the kernels are compiled once.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.12' 'cmake>=3.20' 'ninja>=1.10'
 
-.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-ranks sweep-ranks storm-sessions storm-tiers hybrids lossless certify fuzz sanitize \
   fuzz-gguf fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 aarch64-wheel wheels try-wheel \
   mutants clean
 
@@ -202,6 +202,11 @@ storm: setup
 RANKED = $(if $(RANKS),--ranks $(RANKS)) $(if $(KV_HEADS),--kv-heads $(KV_HEADS)) $(if $(LOG),--log $(LOG))
 storm-ranks: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.ranks $(or $(N),$(COUNT)) $(SEEDED) $(STORED) $(RANKED)
+
+# 40 random models of families whose heads divide, under every method, in one process and in several: make sweep-ranks
+# COUNT=10 FAMILIES="llama gemma2" for some.
+sweep-ranks: setup
+	PYTHONPATH=tests $(BIN)/python -m rank_sweep $(COUNT) $(SEEDED) $(if $(FAMILIES),--families $(FAMILIES))
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup

@@ -106,7 +106,7 @@ if __name__ == "__main__":
         _as_engine(int(sys.argv[1]))
     else:
         from saccade.cli.main import main
-        from saccade.server import engine_client
+        from saccade.server import engine_launch
 
-        engine_client.PROGRAM = (sys.executable, __file__)
+        engine_launch.PROGRAM = (sys.executable, __file__)
         main()

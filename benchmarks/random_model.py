@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import saccade.llm
 import saccade.ranks
-from saccade.engine.ranks import link
+from saccade.engine.ranks import meeting
 from saccade.models import attention
 from saccade.models.families import FAMILIES
 from saccade.models.identity import FoundOnce, identity_of
@@ -171,7 +171,7 @@ def no_sums(*given: Any) -> Any:
     return joins
 
 
-_joins = link.device_reduce
+_joins = meeting.device_reduce
 
 
 def patch() -> None:
@@ -181,7 +181,7 @@ def patch() -> None:
     saccade.llm.find_heads = lambda *more: None  # type: ignore[attr-defined]  # these folders have no tensors to know
     saccade.ranks.COMMAND = (__file__,)
     if os.environ.get(NO_SUMS):
-        link.device_reduce = no_sums
+        meeting.device_reduce = no_sums
     if os.environ.get(ALONE):
         saccade.llm.check_devices = lambda *more: None  # type: ignore[attr-defined]
 

@@ -33,7 +33,8 @@ from random_model import ALONE, NO_SUMS, SHAPES, STEPS, Shape, patch
 import saccade.ranks
 from saccade import LLM, SamplingParams
 from saccade.bench.ttft import prompt
-from saccade.engine.ranks import link
+from saccade.engine.ranks.meeting import RankGroup
+from saccade.engine.ranks.watch import SumCounts
 from saccade.models.reference.tokenizer import build_tokenizer
 
 OUT = Path(os.environ.get("OUT") or "build/tensor_parallel") / "tensor_parallel.jsonl"
@@ -122,7 +123,7 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     prompts = [prompt(shape.context, vocab, seed=seed) for seed in range(shape.batch)]
     taken: dict[int, list[float]] = {12: [], FEW: [], FEW + STEPS: []}
     outputs: list[Any] = []
-    for steps in (12, FEW, FEW + STEPS):  # the first compiles and records
+    for steps in (12, *2 * (FEW, FEW + STEPS)):  # the first compiles and records
         params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
         outputs = llm.generate(prompts, params, policy=policy)
         for one in outputs:
@@ -138,6 +139,10 @@ def decode(llm: LLM, shape: Shape, vocab: int, policy: str, ranks: int) -> dict[
     read = llm.model.weight_bytes + keys * shape.layers * 2 * (shape.kv_heads // ranks) * shape.head_dim * 2
     paths = {path["path"]: path["rows"] for path in report["paths"]}
     step = (min(taken[FEW + STEPS]) - min(taken[FEW])) / STEPS  # without what the first step after a prompt prepares
+    if step <= 0:
+        raise RuntimeError(
+            f"no time of a step: {FEW} steps took {taken[FEW]} s, {FEW + STEPS} took {taken[FEW + STEPS]}"
+        )
     known = min(one.num_cached_tokens for one in outputs)
     return {"ms": 1e3 * step, "density": report["density"], "bytes": round(read), "paths": paths, "cached": known}
 
@@ -177,8 +182,8 @@ def sums(ranks: int) -> None:
     rank, store, name = (os.environ[one] for one in ("BENCH_RANK", "BENCH_STORE", "SACCADE_REDUCE"))
     device = torch.device("cuda", int(rank))
     torch.cuda.set_device(device)
-    counts = link.SumCounts(Path(store + ".counts"), ranks)
-    group = link.RankGroup(
+    counts = SumCounts(Path(store + ".counts"), ranks)
+    group = RankGroup(
         torch.distributed.FileStore(store, ranks), int(rank), ranks, 60.0, counts, device, Path(store).name
     )
     rows = Rows(OUT)

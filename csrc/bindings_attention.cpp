@@ -34,10 +34,13 @@ void attend(const KernelSet& set, int threads, const Pool& pool, const BlockTabl
     run(a.q_len == 1 && a.keys != Keys::lines && !a.starts ? set.decode : set.prefill, a);
 }
 
-// A few rows of one sequence over all its keys, which are read once for all of them.
+// A few rows of one sequence over all its keys or a band of them, which are read once for all of them.
 void attend_few(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
-                const Output& output) {
+                const ReadKeys& keys, const Output& output) {
     FewRows f{attention(threads, pool, table, queries), false};
+    if (keys.keys != Keys::dense && keys.keys != Keys::band)
+        throw std::invalid_argument("a few rows read all keys or a band");
+    read_keys(f.attention, keys);
     write_to(f.attention, output);
     run(set.few_rows, f);
 }

@@ -71,10 +71,10 @@ struct Attention : PagedKV, Queries, ReadKeys, Output {
     int threads = 1;
 };
 
-// A few rows that read all keys. With `rows_first` out is [q_len, heads, head_dim] and lse [q_len, heads].
+// A few rows that read all keys, or a band. With `rows_first` out is [q_len, heads, head_dim] and lse [q_len, heads].
 // `peaks` [q_len, kv_heads, regions]: for each region of `region` keys (a power of two up to 128) the softmax weight of
 // its heaviest key, summed over the query heads of a KV head; 0 in the last steps of keys, of which some rows see a part
-// or none. Null: not asked for.
+// or none, and all 0 of a band. Null: not asked for.
 struct FewRows {
     Attention attention;
     bool rows_first;

@@ -58,8 +58,9 @@ class DecodeStep {
             if (nanobind::isinstance<ReadKeys>(call)) layer = {RowKind::reads, &nanobind::cast<const ReadKeys&>(call)};
             else layer = {RowKind::chooses, &nanobind::cast<const BlockChoice&>(call)};
             if (row.where.count > 1) {
-                if (layer.kind != RowKind::reads || layer.as<ReadKeys>().keys != Keys::dense)
-                    throw std::invalid_argument("several rows of a sequence read everything");
+                const Keys keys = layer.kind == RowKind::reads ? layer.as<ReadKeys>().keys : Keys::blocks;
+                if (keys != Keys::dense && keys != Keys::band)
+                    throw std::invalid_argument("several rows of a sequence read everything or a band");
                 layer.kind = RowKind::reads_few;
             }
             if (layer.kind == RowKind::chooses && i >= known)
@@ -115,7 +116,7 @@ class DecodeStep {
         return {own.wanted(), own.missing()};
     }
 
-    // Several rows of a sequence that read everything also leave `peaks` [layers, rows, kv_heads, regions], see FewRows.
+    // Several rows of a sequence also leave `peaks` [layers, rows, kv_heads, regions], see FewRows.
     void weighs(int64_t number, uintptr_t peaks, int64_t region, int64_t regions) {
         PlannedRow& row = at(number);
         if (row.where.count < 2 || region < 1 || region > 128 || region & (region - 1) || regions < 1 ||
@@ -253,11 +254,16 @@ class DecodeStep {
     void check_layers(size_t count) const {
         if (static_cast<int64_t>(count) != layers_) throw std::invalid_argument("one call a layer is needed");
     }
+    // A layer reads as `kind` says, or where its own window rules as ReadKeys say.
     template <class T>
     void hold(PlannedRow& row, RowKind kind, nanobind::object keys, nanobind::list layers) {
         check_layers(nanobind::len(layers));
-        for (int64_t i = 0; i < layers_; ++i)
-            row.layers[i] = {kind, &nanobind::cast<const T&>(nanobind::handle(layers[i]))};
+        for (int64_t i = 0; i < layers_; ++i) {
+            nanobind::handle layer = layers[i];
+            if (nanobind::isinstance<ReadKeys>(layer))
+                row.layers[i] = {RowKind::reads, &nanobind::cast<const ReadKeys&>(layer)};
+            else row.layers[i] = {kind, &nanobind::cast<const T&>(layer)};
+        }
         row.held = nanobind::make_tuple(keys, layers);
     }
 

@@ -9,6 +9,7 @@
 #include "key_stream.h"
 #include "math.h"
 #include "threads.h"
+#include "value_products.h"
 #include "word_products.h"
 
 namespace saccade {
@@ -37,8 +38,9 @@ class DecodeTask {
     DecodeTask(const Attention& a, int64_t row, int64_t first_head, int64_t groups, int64_t shared, int64_t stride,
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
         : a_(a), logits_(a), keys_(a), values_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32),
-          groups_(groups), shared_(shared), stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
-          words_(kWords && keys_.words()), products_{a.head_dim}, o_(o), max_(max), sum_(sum), tally_(tally) {
+          groups_(groups), shared_(shared), stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)),
+          own_rows_(groups > 1 && a.table_head_stride), words_(kWords && keys_.words()), products_{a.head_dim},
+          of_values_{d_, q_stride_}, o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(scratch ? scratch : thread_scratch(count.used())));
@@ -54,7 +56,7 @@ class DecodeTask {
                 Q* to = q_ + (g * shared + h) * q_stride_;
                 if constexpr (kWords)
                     if (words_) {
-                        const WordRoom& room = word_room_;
+                        const WordRoom<Simd>& room = word_room_;
                         const int64_t at = g * shared + h;
                         room.unit[at] = products_.take_query(from, room.query + at * products_.query_bytes(),
                                                              room.bias + at * products_.scales());
@@ -69,7 +71,7 @@ class DecodeTask {
     static int64_t scratch_size(const Attention& a, int64_t queries) {
         Carver room(nullptr);
         KeyReader<T>(a).carve(room, kDecodeStep);
-        WordRoom(room, {a.head_dim}, queries);
+        WordRoom<Simd>(room, {a.head_dim}, queries, kHeadTile);
         return queries * ((a.head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
                kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + room.used() + 6 * 64;
     }
@@ -127,27 +129,8 @@ class DecodeTask {
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
         rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
         room_ = keys_.carve(c, kDecodeStep);
-        if (words_) word_room_ = WordRoom(c, products_, groups_ * shared_);
+        if (words_) word_room_ = WordRoom<Simd>(c, products_, groups_ * shared_, kHeadTile);
     }
-
-    // Of rows of codes where they lie.
-    struct WordRoom {
-        int8_t* query = nullptr;     // queries as bytes
-        int32_t* bias = nullptr;     // of their products with codes plus 128
-        float* unit = nullptr;       // what queries are multiples of
-        float* scales = nullptr;     // of a step's rows
-        int32_t* turned = nullptr;   // a step's keys
-        int16_t* weights = nullptr;  // of a tile's heads, as words
-        float* factor = nullptr;     // what these are multiples of
-
-        WordRoom() = default;
-        WordRoom(Carver& c, const WordProducts<Simd>& of, int64_t queries)
-            : query(c.take<int8_t>(queries * of.query_bytes())), bias(c.take<int32_t>(queries * of.scales())),
-              unit(c.take<float>(queries)), scales(c.take<float>(of.scales() * kWordKeys)),
-              turned(c.take<int32_t>(of.turned_bytes() / 4)),
-              weights(c.take<int16_t>(kHeadTile * of.scales() * kWordKeys)),
-              factor(c.take<float>(kHeadTile * of.scales())) {}
-    };
 
     // Where group `g` reads: rows(), and how much further on in the pools.
     int64_t group_offset(int64_t g) const { return own_rows_ ? 0 : g * a_.page * row_width(a_); }
@@ -194,7 +177,7 @@ class DecodeTask {
     template <int HT>
     void take_word_heads(bool keys, int64_t g, int64_t h, const char* pool, const int64_t* at, int count,
                          Ahead<T>& ahead) {
-        const WordRoom& room = word_room_;
+        const WordRoom<Simd>& room = word_room_;
         const int64_t row = g * shared_ + h;
         if (keys) {
             products_.template scores<HT>(room.query + row * products_.query_bytes(), room.unit + row,
@@ -216,8 +199,14 @@ class DecodeTask {
 
     template <int HT>
     void weigh(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
-        scores<HT>(q_ + (g * shared_ + h) * q_stride_, in.values, in.at, count, ahead);
+        of_values_.template scores<HT>(q_ + (g * shared_ + h) * q_stride_, in, count, s_, ahead);
         settle<HT>(g, h, count);
+    }
+
+    template <int HT>
+    void accumulate(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
+        const int64_t row = g * shared_ + h;
+        of_values_.template values<HT>(p_ + row * kScores, alpha_ + row, in, count, o_ + (g * stride_ + h) * d_, ahead);
     }
 
     // Turns a tile's scores into weights, and sums them up.
@@ -231,40 +220,6 @@ class DecodeTask {
             float& total = sum_[g * stride_ + h + i];
             total = total * shrink[i] + sums[i];
             alpha_[first + i] = shrink[i];
-        }
-    }
-
-    // s[head][key] = q . k, raw; meanwhile other rows are on their way.
-    template <int HT>
-    void scores(const Q* q, const T* k, const int64_t* rows, int count, Ahead<T>& ahead) {
-        for (int j = 0; j < count; j += 4) {
-            const T* row[4];
-            for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r < count ? j + r : count - 1];
-            ahead.ask(4 * Ahead<T>::lines(d_));
-            F acc[HT][4];
-            for (auto& head : acc)
-                for (F& x : head) x = Simd::set1(0);
-            if constexpr (kDot) {
-                for (int64_t c = 0; c < d_; c += 2 * W) {
-                    F x[4];
-                    for (int r = 0; r < 4; ++r)
-                        x[r] = d_ - c >= 2 * W ? Math::load(row[r] + c) : Math::load(row[r] + c, 0xffffu);
-                    for (int h = 0; h < HT; ++h) {
-                        F y = Math::load(q + h * q_stride_ + c);
-                        for (int r = 0; r < 4; ++r) acc[h][r] = Math::mac(acc[h][r], x[r], y);
-                    }
-                }
-            } else {
-                for (int64_t c = 0; c < d_; c += W) {
-                    F x[4];
-                    for (int r = 0; r < 4; ++r) x[r] = Simd::load_row(row[r] + c);
-                    for (int h = 0; h < HT; ++h) {
-                        F y = Simd::load(q + h * q_stride_ + c);
-                        for (int r = 0; r < 4; ++r) acc[h][r] = Math::mac(acc[h][r], x[r], y);
-                    }
-                }
-            }
-            for (int h = 0; h < HT; ++h) Simd::sum4(acc[h], s_ + h * kScores + j);
         }
     }
 
@@ -297,78 +252,6 @@ class DecodeTask {
         return Simd::sum(sum);
     }
 
-    template <int HT>
-    void accumulate(int64_t g, int64_t h, const ReadRows<T>& in, int count, Ahead<T>& ahead) {
-        const int64_t row = g * shared_ + h;
-        Values x{in.values, p_ + row * kScores, alpha_ + row, o_ + (g * stride_ + h) * d_, in.at, count, ahead};
-        int64_t c = 0;
-        if constexpr (kDot) {
-            for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
-            for (; c + 2 * W <= d_; c += 2 * W) values_dot<HT, 1>(x, c);
-            if (c < d_) values_dot<HT, 0>(x, c);
-        } else {
-            constexpr int NC = HT == 1 ? 8 : HT == 2 || Simd::registers == 32 ? 4 : 2;
-            for (; c + NC * W <= d_; c += NC * W) values<HT, NC>(x, c);
-            for (; c < d_; c += W) values<HT, 1>(x, c);
-        }
-    }
-
-    struct Values {
-        const T* v;
-        const float *p, *alpha;
-        float* o;
-        const int64_t* rows;
-        const int count;
-        Ahead<T>& ahead;
-    };
-
-    // o[head][c ..] = o * alpha + sum over keys of p * v, for NC vectors of channels.
-    template <int HT, int NC>
-    void values(const Values& x, int64_t c) {
-        float* o = x.o + c;
-        F acc[HT][NC];
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
-        for (int j = 0; j < x.count; ++j) {
-            x.ahead.ask(Ahead<T>::lines(NC * W));
-            const T* row = x.v + x.rows[j] + c;
-            F v[NC];
-            for (int n = 0; n < NC; ++n) v[n] = Simd::load_row(row + n * W);
-            for (int i = 0; i < HT; ++i) {
-                F p = Simd::set1(x.p[i * kScores + j]);
-                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
-            }
-        }
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
-    }
-
-    // The same by pairs of keys, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like
-    // 80.
-    template <int HT, int NS>
-    void values_dot(const Values& x, int64_t c) {
-        constexpr int NC = NS ? 2 * NS : 1;
-        float* o = x.o + c;
-        F acc[HT][NC];
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
-        for (int j = 0; j < x.count; j += 2) {
-            x.ahead.ask(Ahead<T>::lines(2 * NC * W));
-            const int second = j + 1 < x.count ? j + 1 : j;  // an absent key has weight 0
-            const T *row0 = x.v + x.rows[j] + c, *row1 = x.v + x.rows[second] + c;
-            F v[NS ? NC : 2];
-            if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, v);
-            else
-                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 2 * W, row1 + n * 2 * W, v + 2 * n);
-            for (int i = 0; i < HT; ++i) {
-                F p = Simd::set1(x.p[i * kScores + j / 2]);
-                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
-            }
-        }
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
-    }
-
     static constexpr int kScores = kDecodeStep + 16;  // a row of s and p
     const Attention& a_;
     const Logits logits_;
@@ -378,7 +261,8 @@ class DecodeTask {
     const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
     const bool own_rows_, words_;
     const WordProducts<Simd> products_;
-    WordRoom word_room_;
+    const ValueProducts<Math, T, kScores> of_values_;
+    WordRoom<Simd> word_room_;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;

@@ -1,5 +1,5 @@
-// Dense attention of a few last rows of one sequence, as a verification of drafted tokens asks for it: the keys are read
-// once for all rows. A task is the rows of one KV head over one part of the keys, so that few rows fill many threads;
+// Dense attention of a few last rows of one sequence, or within a window, as a verification of drafted tokens asks for
+// it: the keys are read once for all rows. A task is the rows of one KV head over one part of the keys, so that few rows fill many threads;
 // parts merge by log-sum-exp. Their size follows from the call alone, so a result does not depend on the number of
 // threads.
 #pragma once
@@ -22,7 +22,8 @@ struct FewPlan {
 
     explicit FewPlan(const FewRows& few)
         : f(few), a(few.attention), shared(a.heads / a.kv_heads), lanes(shared * a.q_len) {
-        const int64_t keys = a.q_start + a.q_len, steps = (keys + kStep - 1) / kStep;
+        const int64_t stop = a.q_start + a.q_len;
+        const int64_t keys = KeyStream(a, 0, a.q_start, stop).visible(), steps = (keys + kStep - 1) / kStep;
         part_keys = (steps + kMostParts - 1) / kMostParts * kStep;
         if (part_keys < kPartKeys) part_keys = kPartKeys;
         parts = (keys + part_keys - 1) / part_keys;
@@ -30,7 +31,10 @@ struct FewPlan {
     }
 
     // What is left of the scratch behind the parts.
-    int64_t noted() const { return f.peaks ? a.kv_heads * (f.regions + 1) * stride : 0; }
+    int64_t noted() const { return weighs() ? a.kv_heads * (f.regions + 1) * stride : 0; }
+
+    // Steps of a band begin anywhere, not at a region; a layer's own window is no business of drafts that choose.
+    bool weighs() const { return f.peaks && a.keys == Keys::dense; }
 
     // Tasks that follow each other read the same slots.
     template <class Math, class T>
@@ -39,7 +43,7 @@ struct FewPlan {
         KeyStream keys(a, kv_head, a.q_start, a.q_start + a.q_len);
         keys.part(part * part_keys, part_keys);
         PrefillTask<Math, T> task(a, kv_head * shared, shared, a.q_start, a.q_start + a.q_len);
-        if (f.peaks) {
+        if (weighs()) {
             float* own = peaks + kv_head * f.regions * stride;
             const int64_t first = part * part_keys / f.region, last = (part + 1) * part_keys / f.region;
             for (int64_t i = first * stride; i < (last < f.regions ? last : f.regions) * stride; ++i) own[i] = kNoMax;
@@ -72,7 +76,7 @@ struct FewPlan {
         T* out = static_cast<T*>(a.out) + to * d;
         for (int64_t c = 0; c < d; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
         a.lse[to] = lse_of(top, total);
-        if (f.peaks) this->total[index / lanes * this->stride + lane] = a.lse[to] * kLog2e;
+        if (weighs()) this->total[index / lanes * this->stride + lane] = a.lse[to] * kLog2e;
     }
 
     // Weights of regions first .. last - 1 of one KV head.
@@ -101,7 +105,9 @@ void few_rows_typed(const FewRows& f) {
     plan.o = static_cast<float*>(thread_scratch((rows * (a.head_dim + 2) + plan.noted()) * sizeof(float), 1));
     plan.max = plan.o + rows * a.head_dim;
     plan.sum = plan.max + rows;
-    if (f.peaks) {
+    if (f.peaks && !plan.weighs())
+        std::memset(f.peaks, 0, a.q_len * a.kv_heads * f.regions * sizeof(float));
+    if (plan.weighs()) {
         plan.total = plan.sum + rows;
         plan.peaks = plan.total + a.kv_heads * plan.stride;
         for (int64_t i = 0; i < a.kv_heads * plan.stride; ++i) plan.total[i] = 0;
@@ -112,7 +118,7 @@ void few_rows_typed(const FewRows& f) {
     parallel_for(
         a.heads * a.q_len, plan.parts > 8 ? a.threads : 1,
         [](void* context, int64_t i) { static_cast<FewPlan*>(context)->template merge<T>(i); }, &plan);
-    if (f.peaks)
+    if (plan.weighs())
         parallel_for(
             a.kv_heads * ((f.regions + kRegions - 1) / kRegions), a.threads,
             [](void* context, int64_t i) { static_cast<FewPlan*>(context)->weigh(i); }, &plan);

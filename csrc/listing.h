@@ -12,6 +12,7 @@
 #include "join_blocks.h"
 #include "listed_calls.h"
 #include "row_work.h"
+#include "stand_ins.h"
 #include "threads.h"
 
 namespace saccade {
@@ -49,7 +50,7 @@ class Listing : public RowWork {
         if (heads % c_.units || length_ - c_.sinks - c_.local < 0)
             throw std::invalid_argument("a row of " + std::to_string(length_) + " keys cannot read so");
         check_tables();
-        idle_.assign(heads, 0);
+        others_.begin(heads);
         offsets_.assign(c_.units + 1, 0);
         scan(set);
         foreseen_ = true;
@@ -64,14 +65,14 @@ class Listing : public RowWork {
         choose(set);
         phases.end(Phases::choosing);
         gather(set);
-        if (!rest_.empty()) merge();
+        others_.merge(a_, l_.mean_value);
         phases.end(Phases::reading);
         if (c_.tables) learn(set);
         phases.end(Phases::choosing);
         if (!l_.tally) return;
         const int64_t per_unit = a_.heads / c_.units;
         for (int64_t h = 0; h < a_.heads; ++h) {
-            const int64_t list = any_idle_ ? h : h / per_unit;
+            const int64_t list = others_.any_idle() ? h : h / per_unit;
             l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list]);
         }
         l_.tally[a_.heads] += std::nearbyint(static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units));
@@ -82,29 +83,28 @@ class Listing : public RowWork {
         choose(set);
         std::copy(offsets_.begin(), offsets_.end(), out.offsets);
         std::copy(indices_, indices_ + offsets_.back(), out.indices);
-        std::copy(idle_.begin(), idle_.end(), out.idle);
-        rest_.resize(a_.heads, -HUGE_VALF);
-        std::copy(rest_.begin(), rest_.end(), out.rest);
+        for (int64_t h = 0; h < a_.heads; ++h) {
+            out.idle[h] = others_.idle(h);
+            out.rest[h] = others_.weight(h);
+        }
     }
 
   private:
     // The candidates, and what stands for other keys. Without tables all keys are candidates, and none is listed.
     void choose(const KernelSet& set) {
-        idle_.assign(a_.heads, 0);
-        rest_.clear();
-        any_idle_ = false;
+        others_.begin(a_.heads);
         all_.assign(c_.units, !c_.tables);
         if (!foreseen_) {
             offsets_.assign(c_.units + 1, 0);
             indices_ = nullptr;
         }
         if (!c_.tables) return;
-        bypass(set);
+        if (c_.epsilon < 1 && c_.sinks) others_.bypass(set, a_, c_, l_);
         if (foreseen_) drop_idle();
         else scan(set);
         foreseen_ = false;
         join(set);
-        probe(set);
+        if (c_.probes) others_.probe(set, a_, c_, offsets_.data(), indices_);
     }
 
     void check_tables() const {
@@ -115,14 +115,14 @@ class Listing : public RowWork {
 
     // Of candidates that were found before it was known who is bypassed: units whose heads all are have none.
     void drop_idle() {
-        if (!any_idle_) return;
+        if (!others_.any_idle()) return;
         const int64_t per_unit = a_.heads / c_.units;
         int32_t* list = scanned_.get();
         int64_t kept = 0, from = 0;
         for (int64_t u = 0; u < c_.units; ++u) {
             const int64_t to = offsets_[u + 1];
             bool skip = true;
-            for (int64_t h = u * per_unit; h < (u + 1) * per_unit; ++h) skip &= idle_[h] != 0;
+            for (int64_t h = u * per_unit; h < (u + 1) * per_unit; ++h) skip &= others_.idle(h);
             const int64_t count = skip ? 0 : to - from;
             if (count && kept != from) std::memmove(list + kept, list + from, count * sizeof *list);
             kept += count;
@@ -131,37 +131,10 @@ class Listing : public RowWork {
         }
     }
 
-    // Who is bypassed, and at what weight the mean value stands for what such heads leave out (stand_ins.sink_share).
-    void bypass(const KernelSet& set) {
-        if (c_.epsilon >= 1 || c_.sinks == 0) return;
-        lse_.resize(3 * a_.heads);
-        SinkShare share{};
-        share.attention = a_;
-        share.sinks = c_.sinks;
-        share.local = c_.local;
-        share.mean_key = l_.mean_key;
-        share.spread = l_.spread;
-        share.log_count = static_cast<float>(std::log(static_cast<double>(std::max<int64_t>(1, length_ - c_.sinks))));
-        share.lse = lse_.data();
-        set.sink_share(share);
-        for (int64_t h = 0; h < a_.heads; ++h) {
-            const float* x = lse_.data() + 3 * h;
-            const float top = std::max(x[0], std::max(x[1], x[2]));
-            if (!(top > -HUGE_VALF)) continue;
-            const float all = top + std::log(std::exp(x[0] - top) + std::exp(x[1] - top) + std::exp(x[2] - top));
-            idle_[h] = std::exp(x[0] - all) > static_cast<float>(c_.epsilon);
-            any_idle_ |= idle_[h] != 0;
-        }
-        if (!any_idle_) return;
-        rest_.assign(a_.heads, -HUGE_VALF);
-        for (int64_t h = 0; h < a_.heads; ++h)
-            if (idle_[h]) rest_[h] = lse_[3 * h + 1];
-    }
-
     void scan(const KernelSet& set) {
         const int64_t length = length_ - c_.sinks, per_unit = a_.heads / c_.units;
         skip_.assign(c_.units, 1);
-        for (int64_t h = 0; h < a_.heads; ++h) skip_[h / per_unit] &= idle_[h];
+        for (int64_t h = 0; h < a_.heads; ++h) skip_[h / per_unit] &= others_.idle(h);
         TableScan s{};
         s.tables = l_.tables;
         s.length = length;
@@ -218,40 +191,9 @@ class Listing : public RowWork {
         return half ? static_cast<const void*>(half_tail_.data()) : tail_.data();
     }
 
-    // What stands for the keys that are no candidates (stand_ins.sampled_rest).
-    void probe(const KernelSet& set) {
-        if (!c_.probes) return;
-        const int64_t first = c_.sinks, size = length_ - c_.local - first;
-        at_.clear();
-        if (size <= c_.probes) {
-            for (int64_t i = 0; i < size; ++i) at_.push_back(static_cast<int32_t>(first + i));
-        } else {
-            for (int64_t i = 0; i < c_.probes; ++i) {
-                const int32_t next = static_cast<int32_t>(first + static_cast<int64_t>(c_.places[i] * size));
-                if (at_.empty() || at_.back() != next) at_.push_back(next);
-            }
-        }
-        lse_.resize(3 * a_.heads);
-        Probes p{};
-        p.attention = a_;
-        p.units = c_.units;
-        p.count = static_cast<int64_t>(at_.size());
-        p.offsets = offsets_.data();
-        p.indices = indices_;
-        p.at = at_.data();
-        p.keys = size;
-        p.lse = lse_.data();
-        p.idle = any_idle_ ? idle_.data() : nullptr;
-        const bool instead = !rest_.empty();
-        set.probe(p);
-        if (!instead) rest_.assign(a_.heads, -HUGE_VALF);
-        for (int64_t h = 0; h < a_.heads; ++h)
-            if (!idle_[h]) rest_[h] = lse_[h];
-    }
-
     void gather(const KernelSet& set) {
         best_keys_.assign(c_.units, c_.best);
-        const int64_t lists = any_idle_ ? a_.heads : c_.units;
+        const int64_t lists = others_.any_idle() ? a_.heads : c_.units;
         int64_t longest = all_[0] ? length_ : 0;
         for (int64_t u = 0; u < c_.units; ++u) longest = std::max(longest, offsets_[u + 1] - offsets_[u]);
         longest = c_.sinks + c_.local + std::min(longest, c_.best);
@@ -265,7 +207,7 @@ class Listing : public RowWork {
         g.indices = indices_;
         g.k = best_keys_.data();
         g.full = all_[0] ? all_.data() : nullptr;
-        g.idle = any_idle_ ? idle_.data() : nullptr;
+        g.idle = others_.idle();
         g.sinks = c_.sinks;
         g.local = c_.local;
         g.idle_keys = g.sinks;
@@ -277,28 +219,6 @@ class Listing : public RowWork {
         set.gather(g);
     }
 
-    // Joins the mean values, at the weights `rest_`, to what was read (ops.merge.merge_state).
-    void merge() {
-        const int64_t d = a_.head_dim, group = a_.heads / a_.kv_heads;
-        for (int64_t h = 0; h < a_.heads; ++h) {
-            const float own = a_.lse[h], other = rest_[h], top = std::max(own, other);
-            if (!(other > -HUGE_VALF)) continue;
-            const float all = top + std::log1p(std::exp(-std::fabs(own - other)));
-            const float kept = std::exp(own - all), added = std::exp(other - all);
-            const float* value = l_.mean_value + h / group * d;
-            for (int64_t x = 0; x < d; ++x) {
-                if (a_.storage == Storage::bf16) {
-                    uint16_t* out = static_cast<uint16_t*>(a_.out) + h * d + x;
-                    *out = to_half(kept * from_half(*out) + added * value[x]);
-                } else {
-                    float* out = static_cast<float*>(a_.out) + h * d + x;
-                    *out = kept * *out + added * value[x];
-                }
-            }
-            a_.lse[h] = all;
-        }
-    }
-
     void learn(const KernelSet& set) {
         constexpr int64_t kRefresh = 64;  // tables.py
         refresh_.resize(c_.units);
@@ -306,12 +226,12 @@ class Listing : public RowWork {
         TableGain g{};
         g.tables = l_.tables;
         g.heads = a_.heads;
-        g.lists = any_idle_ ? a_.heads : c_.units;
+        g.lists = others_.any_idle() ? a_.heads : c_.units;
         g.offsets = read_.data();
         g.indices = chosen_.get();
         g.weights = weights_.get();
         g.weight_stride = room_;
-        g.idle = any_idle_ ? idle_.data() : nullptr;
+        g.idle = others_.idle();
         g.refresh = refresh_.data();
         g.decay = c_.decay;
         g.row = a_.q_start;
@@ -322,15 +242,15 @@ class Listing : public RowWork {
     ListedKeys c_;
     ListedLayer l_;
     int64_t room_ = 0;
-    bool any_idle_ = false;
     bool foreseen_ = false;  // whether offsets_ and indices_ are the scan's for the row and layer that follow
     int64_t foreseen_at_ = 0;
     const float* foreseen_of_ = nullptr;
-    std::vector<uint8_t> idle_, skip_, refresh_, all_;
+    StandIns others_;
+    std::vector<uint8_t> skip_, refresh_, all_;
     std::vector<int64_t> offsets_, joined_offsets_, best_keys_, read_;
-    std::vector<float> lse_, rest_, tail_, key_;
+    std::vector<float> tail_, key_;
     std::vector<uint16_t> half_tail_;
-    std::vector<int32_t> best_, at_;
+    std::vector<int32_t> best_;
     Room<int32_t> scanned_, joined_, chosen_;
     Room<float> weights_;
     const int32_t* indices_ = nullptr;

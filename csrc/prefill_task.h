@@ -7,6 +7,7 @@
 #pragma once
 
 #include "decode_task.h"
+#include "packed_values.h"
 #include "tile_task.h"
 
 namespace saccade {
@@ -15,6 +16,7 @@ namespace {
 template <class Math, class T>
 class PrefillTask : TileTask<Math, T> {
     using Base = TileTask<Math, T>;
+    using Packed = PackedValues<Math, T>;
     using RowMath = std::conditional_t<Math::tiles, Fp32Math, Math>;  // of lone distances: tiles are not theirs
     using Base::a_, Base::d_, Base::units_, Base::lanes_, Base::tiles_, Base::x_, Base::kConvert, Base::span_;
 
@@ -38,7 +40,7 @@ class PrefillTask : TileTask<Math, T> {
     template <class Stream>
     void run_part(Stream& keys, float* o, float* max, float* sum) {
         walk(keys);
-        rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store(o + lane * d_ + c, x); });
+        this->rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store(o + lane * d_ + c, x); });
         std::memcpy(max, x_.max, lanes_ * sizeof(float));
         std::memcpy(sum, x_.sum, lanes_ * sizeof(float));
     }
@@ -118,7 +120,7 @@ class PrefillTask : TileTask<Math, T> {
 
     void take_step(const KeyStep<kStep>& step, const KeyStep<kStep>* next) {
         this->find_keys(step);
-        pack_values(step);
+        Packed::pack(this->values_.read(step.row, step.count, value_room_), step.count, d_, x_.v);
         for (int64_t tile = 0; tile < tiles_; ++tile) {
             if (step.in_band) {
                 take_band(step, next, tile);
@@ -191,59 +193,6 @@ class PrefillTask : TileTask<Math, T> {
         }
     }
 
-    // Packs the step's values to [key unit][head_dim], or for tiles to [head_dim][key unit].
-    void pack_values(const KeyStep<kStep>& step) {
-        const auto [v, row] = this->values_.read(step.row, step.count, value_room_);
-        if constexpr (Math::tiles) {
-            for (int j = 0; j < step.count; j += kTileKeys)
-                for (int64_t c = 0; c < d_; c += 2 * W) {
-                    F low[W], high[W];
-                    for (int u = 0; u < W; ++u) {
-                        const int key = j + 2 * u;
-                        const T* first = v + row[key < step.count ? key : 0] + c;
-                        const T* second = v + row[key + 1 < step.count ? key + 1 : 0] + c;
-                        F x[2];
-                        Math::interleave(first, second, key < step.count ? ~0u : 0, key + 1 < step.count ? ~0u : 0, x);
-                        low[u] = x[0], high[u] = x[1];
-                    }
-                    Simd::transpose(low);
-                    Simd::transpose(high);
-                    float* to = x_.v + c * kValueStride + j / 2;
-                    for (int i = 0; i < W; ++i) Simd::store(to + i * kValueStride, low[i]);
-                    for (int i = 0; i < W; ++i) Simd::store(to + (W + i) * kValueStride, high[i]);
-                }
-            return;
-        }
-        const int64_t stride = d_ + kPad;
-        const int padded = (step.count + kRegKeys - 1) / kRegKeys * kRegKeys;
-        // Absent values are 0: their weights are too, but 0 times a stale NaN is not.
-        if constexpr (Math::per_unit == 1) {
-            for (int j = 0; j < padded; ++j)
-                for (int64_t c = 0; c < d_; c += W) {
-                    F x = j < step.count ? Simd::load_row(v + row[j] + c) : Simd::set1(0);
-                    Simd::store(x_.v + j * stride + c, x);
-                }
-        } else {
-            for (int j = 0; j < padded; j += 2) {
-                const T* first = v + row[j < step.count ? j : 0];
-                const T* second = v + row[j + 1 < step.count ? j + 1 : 0];
-                const uint32_t mask0 = j < step.count ? ~0u : 0, mask1 = j + 1 < step.count ? ~0u : 0;
-                float* to = x_.v + j / 2 * stride;
-                for (int64_t c = 0; c < d_; c += 2 * W) {
-                    F x[2];
-                    if (mask1 && d_ - c >= 2 * W) {
-                        Math::interleave(first + c, second + c, x);
-                    } else {
-                        const uint32_t present = d_ - c >= 2 * W ? ~0u : 0xffffu;
-                        Math::interleave(first + c, second + c, mask0 & present, mask1 & present, x);
-                    }
-                    Simd::store(to + c, x[0]);
-                    Simd::store(to + c + W, x[1]);  // may spill into the row's padding
-                }
-            }
-        }
-    }
-
     // P^T = 2^(S^T - max) by key units; updates maxima and sums, and leaves what old sums must be scaled by in alpha.
     // Asks for the values of `next`: its keys are on their way, and more at once would wait for each other.
     template <class R>
@@ -295,11 +244,11 @@ class PrefillTask : TileTask<Math, T> {
             for (int64_t c = 0; c < d_; ++c)
                 for (int v = 0; v < live; ++v)
                     Simd::store(o + c * kTile + v * W, Simd::mul(Simd::load(o + c * kTile + v * W), alpha[v]));
-        const int64_t stride[2] = {kValueStride, kValueStride};
+        const int64_t stride[2] = {Packed::kChannel, Packed::kChannel};
         const float* p = x_.p + span_[0] / 2 * kTile;
         for (int64_t c = 0; c < d_; c += kTileKeys) {
-            const float* values = x_.v + c * kValueStride + span_[0] / 2;
-            const float* rows[2] = {values, values + kTileSide * kValueStride};
+            const float* values = x_.v + c * Packed::kChannel + span_[0] / 2;
+            const float* rows[2] = {values, values + kTileSide * Packed::kChannel};
             this->registers_.template multiply_columns<true>(rows, stride, p, this->held(tile), kTile,
                                                              (span_[1] - span_[0]) / 2, o + c * kTile, kTile);
         }
@@ -333,34 +282,13 @@ class PrefillTask : TileTask<Math, T> {
         }
     }
 
-    // Transposes back: calls leave(lane, channel, W channels from there on) for every lane; `divides` by the sums.
-    template <class Leave>
-    void rows_of_lanes(const Leave& leave, bool divides = false) {
-        for (int64_t lane = 0; lane < lanes_; lane += W) {
-            const float* o = x_.o + lane / kTile * d_ * kTile + lane % kTile;
-            const F sum = Simd::load(x_.sum + lane), zero = Simd::set1(0);
-            const F inverse = Simd::less(zero, sum, Simd::div(Simd::set1(1), sum), zero);
-            const int present = static_cast<int>(lanes_ - lane < W ? lanes_ - lane : W);
-            for (int64_t c = 0; c < d_; c += W) {
-                F x[W];
-                for (int i = 0; i < W; ++i) {
-                    x[i] = Simd::load(o + (c + i) * kTile);
-                    if (divides) x[i] = Simd::mul(x[i], inverse);
-                }
-                Simd::transpose(x);
-                for (int i = 0; i < present; ++i) leave(lane + i, c, x[i]);
-            }
-        }
-    }
-
     // Divides by the sums and writes out and lse.
     void finish() {
         T* out = static_cast<T*>(a_.out);
-        rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store_row(out + out_row(lane) * d_ + c, x); }, true);
+        this->rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store_row(out + out_row(lane) * d_ + c, x); }, true);
         for (int64_t lane = 0; lane < lanes_; ++lane) a_.lse[out_row(lane)] = lse_of(x_.max[lane], x_.sum[lane]);
     }
 
-    static constexpr int64_t kValueStride = kStep / 2 + kPad;  // units of one channel, for tiles
     const int64_t head_, row_, rows_;
     const LineUnit* lines_;
     float* peaks_ = nullptr;

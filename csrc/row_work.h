@@ -158,14 +158,25 @@ class Reading : public RowWork {
     int64_t keys() const { return length_; }
 };
 
-// Several rows of one sequence, one after the other, that read all keys.
+// Several rows of one sequence, one after the other, that read all keys or a band.
 class ReadingFew : public RowWork {
   public:
     // `peaks` as of FewRows.
-    void begin(const Attention& attention, float* peaks, int64_t region, int64_t regions) {
+    void begin(const Attention& attention, const ReadKeys& keys, float* peaks, int64_t region, int64_t regions) {
         f_ = {attention, true, peaks, region, regions};
+        read_keys(f_.attention, keys);
+        const int64_t seen = attention.q_start + 1;
+        one_ = keys.keys == Keys::band && keys.window + keys.sinks < seen ? keys.window + keys.sinks : seen;
     }
-    int64_t touched() override { return (f_.attention.q_start + f_.attention.q_len - 1) / f_.attention.page + 1; }
+    int64_t touched() override {
+        const Attention& a = f_.attention;
+        const int64_t all = (a.q_start + a.q_len - 1) / a.page + 1;
+        if (a.keys != Keys::band) return all;
+        const int64_t window = a.q_start + 1 > a.window ? (a.q_start + 1 - a.window) / a.page : 0;
+        const int64_t sinks = (a.sinks + a.page - 1) / a.page;
+        return all - window + (sinks < window ? sinks : window);
+    }
+    int64_t keys() const { return one_; }  // that the first row reads
     void run(const KernelSet& set, int threads) override {
         f_.attention.threads = threads;
         set.few_rows(f_);
@@ -174,6 +185,7 @@ class ReadingFew : public RowWork {
 
   private:
     FewRows f_{};
+    int64_t one_ = 0;
 };
 
 }  // namespace saccade

@@ -96,7 +96,9 @@ struct PlannedRow {
             }
             case RowKind::reads_few: {
                 const int64_t each = where.count * a.kv_heads * regions;
-                working<ReadingFew>(own.kind).begin(a, peaks ? peaks + layer * each : nullptr, region, regions);
+                ReadingFew& reading = working<ReadingFew>(own.kind);
+                reading.begin(a, own.as<ReadKeys>(), peaks ? peaks + layer * each : nullptr, region, regions);
+                keys = reading.keys();
                 break;
             }
             case RowKind::chooses:

@@ -209,6 +209,26 @@ class TileTask {
         return to;
     }
 
+    // Transposes back: calls leave(lane, channel, W channels from there on) for every lane; `divides` by the sums.
+    template <class Leave>
+    void rows_of_lanes(const Leave& leave, bool divides = false) {
+        for (int64_t lane = 0; lane < lanes_; lane += W) {
+            const float* o = x_.o + lane / kTile * d_ * kTile + lane % kTile;
+            const F sum = Simd::load(x_.sum + lane), zero = Simd::set1(0);
+            const F inverse = Simd::less(zero, sum, Simd::div(Simd::set1(1), sum), zero);
+            const int present = static_cast<int>(lanes_ - lane < W ? lanes_ - lane : W);
+            for (int64_t c = 0; c < d_; c += W) {
+                F x[W];
+                for (int i = 0; i < W; ++i) {
+                    x[i] = Simd::load(o + (c + i) * kTile);
+                    if (divides) x[i] = Simd::mul(x[i], inverse);
+                }
+                Simd::transpose(x);
+                for (int i = 0; i < present; ++i) leave(lane + i, c, x[i]);
+            }
+        }
+    }
+
     SACCADE_INLINE void prefetch(int64_t row, bool values) const {
         keys_.prefetch(row);
         if (values) values_.prefetch(row);

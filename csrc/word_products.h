@@ -196,5 +196,26 @@ struct WordProducts {
     }
 };
 
+// Of a task's queries and of a step of rows of codes where they lie.
+template <class S>
+struct WordRoom {
+    int8_t* query = nullptr;     // queries as bytes
+    int32_t* bias = nullptr;     // of their products with codes plus 128
+    float* unit = nullptr;       // what queries are multiples of
+    float* scales = nullptr;     // of a step's rows
+    int32_t* turned = nullptr;   // a step's keys
+    int16_t* weights = nullptr;  // of a tile's heads, as words
+    float* factor = nullptr;     // what these are multiples of
+
+    WordRoom() = default;
+    // Of `queries` heads, of which a tile has `heads`.
+    WordRoom(Carver& c, const WordProducts<S>& of, int64_t queries, int64_t heads)
+        : query(c.take<int8_t>(queries * of.query_bytes())), bias(c.take<int32_t>(queries * of.scales())),
+          unit(c.take<float>(queries)), scales(c.take<float>(of.scales() * kWordKeys)),
+          turned(c.take<int32_t>(of.turned_bytes() / 4)),
+          weights(c.take<int16_t>(heads * of.scales() * kWordKeys)),
+          factor(c.take<float>(heads * of.scales())) {}
+};
+
 }  // namespace
 }  // namespace saccade

@@ -102,6 +102,23 @@ def half_pair(text: str) -> str | None:
     return f"U+{ord(text[place]):04X} at character {place} is half of a surrogate pair; remove it, or give both halves"
 
 
+def class_name(error: BaseException) -> str | None:
+    """The class of this module that ``error`` is of, or one derived from it: what passes between processes, to which
+    others need not be known. None where it is of none."""
+    return next((one.__name__ for one in type(error).__mro__ if one.__module__ == __name__), None)
+
+
+def is_of(name: str | None, kind: type[SaccadeError]) -> bool:
+    """Whether the class that ``class_name`` gave as ``name`` is ``kind``, or derived from it."""
+    own = globals().get(name or "")
+    return isinstance(own, type) and issubclass(own, kind)
+
+
+def failure(error: BaseException, where: str = "") -> tuple[str, str | None]:
+    """What a request that ``error`` ended ``where`` it says is told, and the error's ``class_name``."""
+    return f"{where and f'{where}: '}{type(error).__name__}: {error}", class_name(error)
+
+
 def check_share(name: str, value: object, error: type[SaccadeError] = SaccadeError) -> None:
     """Raise ``error`` unless ``value`` is a number from 0 to 1."""
     if not finite_number(value) or not 0 <= value <= 1:  # type: ignore[operator]

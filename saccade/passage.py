@@ -51,9 +51,9 @@ def passage_of(text: str, encode: Encode, length: int, steps: int, name: str = "
 
 
 def made_passage(encode: Encode, length: int, steps: int, seed: int) -> Passage:
-    """A text that needs no file: generated prose (``saccade.prose``) with planted facts (``eval.facts``), after which
-    other prose goes on in which each fact is said again: what is forced takes looking things up. The context may be a
-    few tokens shorter than ``length - steps``, as it ends with a sentence."""
+    """A text that needs no file: generated prose (``saccade.prose``) with planted facts (``saccade.facts``), after
+    which other prose goes on in which each fact is said again: what is forced takes looking things up. The context may
+    be a few tokens shorter than ``length - steps``, as it ends with a sentence."""
     check_lengths(length, steps)
     facts, context = make_facts(FACTS, seed), length - steps
     chars = int(CHARS * context)

@@ -22,18 +22,15 @@ import torch
 import torch.distributed as distributed
 
 from saccade.engine.attention import Watch
+from saccade.engine.ranks.folder import counts_path, failed, ready, steps_path
 from saccade.engine.ranks.link import (
     LoneLink,
-    RankGroup,
     RankLink,
-    counts_path,
-    failed,
     gather_named,
     patience,
-    ready,
     send,
-    steps_path,
 )
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.places import device_of
 from saccade.engine.ranks.watch import SumCounts
@@ -47,10 +44,11 @@ from saccade.models.head_order import HeadDensities
 from saccade.models.loader import load_model
 from saccade.models.shards import Share, release
 from saccade.ops import fa4
+from saccade.parent import on_lasting_thread
 from saccade.pools import layout_of, make_pool
 
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
-COMMAND: tuple[str, ...] = ("-m", "saccade.ranks")  # what Python runs of a rank
+COMMAND: tuple[str, ...] = ("-m", "saccade.rank_process")  # what Python runs of a rank
 END_SECONDS = 3.0  # that a rank takes to end by itself
 
 
@@ -99,8 +97,9 @@ def start_ranks(
         return link.join()
     here = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
-    for rank in range(1, link.ranks):
-        process = subprocess.Popen(
+
+    def begun() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, *COMMAND],
             stdin=subprocess.PIPE,
             bufsize=0,
@@ -108,6 +107,9 @@ def start_ranks(
             env=environment,
             start_new_session=True,  # an interrupt from the keyboard is the first rank's to handle
         )
+
+    for rank in range(1, link.ranks):
+        process = on_lasting_thread(begun)
         link.processes.append(process)
         states = None if pool.states is None else pool.states.slots
         place = config, rank, str(link.store_path)
@@ -159,8 +161,8 @@ def serve(start: Start, messages: Iterator[Any]) -> None:
 
 
 def _end_with_the_first() -> None:
-    """End this process soon after the first rank, which closes its end of the pipe however it ends: what waits on a GPU
-    for another rank waits for ever."""
+    """End this process soon after the first rank's engine, which closes its end of the pipe: what waits on a GPU for
+    another rank waits for ever."""
     waiting = select.poll()
     waiting.register(sys.stdin.fileno(), 0)  # no more than that it is closed
     waiting.poll()
@@ -178,7 +180,7 @@ def received(stream: IO[bytes]) -> Iterator[Any]:
 
 
 def main() -> None:
-    """A rank as a process: the first message is its :class:`Start`."""
+    """A rank as a process (rank_process.py): the first message is its :class:`Start`."""
     threading.Thread(target=_end_with_the_first, name="saccade-first", daemon=True).start()
     messages = received(sys.stdin.buffer)
     code = 0

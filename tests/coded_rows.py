@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from helpers import generator
+from helpers import generator, planted_heads
 
 from saccade.kv.row_formats import RowFormat
+from saccade.kv.view import KVView
 
 
 def rounded(values: torch.Tensor, rows: RowFormat) -> torch.Tensor:
@@ -32,3 +33,26 @@ def adversarial(dtype: torch.dtype, head_dim: int = 64) -> torch.Tensor:
     rows[10] = torch.arange(head_dim) * 2.0**-10
     rows[10, 0] = 256.0  # beside which others are subnormal codes
     return rows.to(dtype)
+
+
+def views(dtype: torch.dtype, n: int, head_dim: int = 64, heads: int = 8, kv_heads: int = 2, *, rows: RowFormat):
+    """Queries, and views of codes and of the values that these stand for, in scattered blocks."""
+    q, k, v = (part.to(dtype) for part in planted_heads(heads, kv_heads, n, head_dim, seed=n))
+    v[:, 5] *= 40
+    k[:, 9] *= 2.0**-14
+    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=rows)
+    plain = KVView.from_tensors(rounded(k, rows), rounded(v, rows), 32, shuffle_seed=2)
+    return q, coded, plain
+
+
+def same_values(coded: KVView, plain: KVView) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What two views of 77 keys, of codes and of the values that these stand for, say alike."""
+    at = torch.tensor([76, 0, 33, 5])
+    found = [
+        (coded.keys(3, 71), plain.keys(3, 71)),
+        (coded.values(), plain.values()),
+        (coded.head_keys(1, 40), plain.head_keys(1, 40)),
+        *zip(coded.take(at, 1), plain.take(at, 1)),
+    ]
+    coded.write(70, *coded.stored(10, 17))
+    return [*found, (coded.keys(70), plain.keys(10, 17))]

@@ -264,6 +264,17 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (kernel, observed, {"num_warps": 4, "num_stages": 3})
         for kernel in (triton_choosing._row_logs, triton_choosing._line_sums, triton_recorded._line_lists)
     ]
+    wide = {"dtype": "fp32", "D": 256, "D_PAD": 256, "PRECISION": "tf32x3"}
+    chosen = {**observed, **wide, "TYPE": triton.language.float32, "TILE": 32, "TILES": 2, "KEYS": 32}
+    stages = {"num_warps": 4, "num_stages": 2}
+    found += [(kernel, chosen, stages) for kernel in (triton_choosing._row_logs, triton_choosing._line_sums)]
+    for own, row_bytes in (({}, 256), (wide, 1024)):
+        for many in (False, True):
+            tile, warps, count = batched_decode.score_tiles(many, row_bytes)
+            scored = {**decoding, **own, "G_PAD": 16, "UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "TILE": tile}
+            types = {"lengths": "*i32", "pointers": "*i64", "scores": "*fp32"}
+            scored |= {"AFTER_FULL": False, "STAGES": count, "types": types}
+            found.append((batched_decode._score, scored, {"num_warps": warps}))
     found.append((triton_recorded._remember, decoding, {"num_warps": 1}))
     found.append((triton_choosing._choose_lines, {**listing, "UNITS": 8, "WORDS": best_parts.WORDS, "EARLY": True}, {}))
     for head_dim, units in ((128, 8), (64, 32), (256, 2)):
@@ -344,11 +355,13 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {
                 **decoding, "PER": per, "ROWS": rows, "SIZE": size, "SPACED": True, "COUNTED": True, "KEYS": 32,
                 "RUN": 1 if size == 1 else 32,
-                "MANY": True, "D": head_dim, "D_PAD": head_dim,
+                "MANY": True, "D": head_dim, "D_PAD": head_dim, "WINDOW": window,
             },
             {"num_warps": 4, "num_stages": 3, **({} if head_dim > 128 else {"maxnreg": 96})},
         )
-        for per, rows, size, head_dim in ((4, 1, 32, 128), (1, 1, 1, 64), (7, 1, 0, 128), (8, 2, 0, 256))
+        for per, rows, size, head_dim, window in (
+            (4, 1, 32, 128, 0), (1, 1, 1, 64, 0), (7, 1, 0, 128, 0), (8, 2, 0, 256, 0), (8, 4, 0, 256, 512)
+        )
     ]  # fmt: skip
     ordering = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "AFTER_FULL": True, "EARLY": True}
     for everything, blocks in ((True, 6144), (False, 3072), (True, 1 << 16)):

@@ -122,9 +122,9 @@ def decode(paged: Paged, batch: int, heads: int) -> None:
                 counts = torch.full((batch * units,), 8).int()
                 lists = KeyLists(None, counts, torch.zeros(batch * units, 16).int(), units, size, 16)
                 attend_decode(q, pages, lists, scale=0.1)
-    for each in (2, 4, 8, 16):
+    for each, window in ((2, None), (4, None), (8, None), (16, None), (4, 512), (16, 512)):
         q = torch.zeros(batch * each, heads, head_dim, dtype=dtype)
-        attend_rows(q, here, torch.full((batch * each,), 3999).int(), scale=0.1)
+        attend_rows(q, here, torch.full((batch * each,), 3999).int(), scale=0.1, window=window)
     new = torch.zeros(batch, kv_heads, head_dim, dtype=dtype)
     append_rows(new, new, here)
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import torch
-from helpers import MATRIX
+from method_matrix import MATRIX
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams

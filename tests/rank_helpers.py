@@ -69,4 +69,5 @@ def alike_reports(mine: dict, theirs: dict) -> None:
         for name in ("keys_scored", "keys_estimated"):
             assert others[name] == pytest.approx(own[name], abs=8 + own[name] / 500), (phase, name)
     assert theirs["cached_bytes"] == mine["cached_bytes"]
+    assert theirs["notes"] == mine["notes"]
     assert (theirs["tiers"] is None) == (mine["tiers"] is None)

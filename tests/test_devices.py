@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MATRIX, Planted, planted_heads
+from helpers import Planted, planted_heads
+from method_matrix import MATRIX
 
 import saccade
 from saccade.kv.view import KVView

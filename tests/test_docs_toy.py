@@ -12,7 +12,8 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Sequences, reference
-from helpers import MethodCase, phases_and_rows, planted_heads, run_method
+from helpers import phases_and_rows, planted_heads, run_method
+from method_matrix import MethodCase
 from tiny_models import make_checkpoint
 
 from saccade.engine.device.backend import DeviceBackend

@@ -20,7 +20,7 @@ from saccade.kv.host import HostTier
 from saccade.kv.hosted import HostedKV
 from saccade.kv.tier import TierFull
 from saccade.methods.policy import Policy
-from saccade.models.runner import HFRunner
+from saccade.models.llama import LlamaDecoder
 from saccade.ops.cpu_plans import PlannedRows
 from saccade.ops.down import Lane
 
@@ -105,13 +105,13 @@ def in_parts(llm, monkeypatch) -> list[int]:
     """Have steps cut into sub-batches, as on a GPU; how many each pass had."""
     seen: list[int] = []
     llm.engine.worker.host._hosting.most_parts = 2
-    real = HFRunner._run_parts
+    real = LlamaDecoder.run_parts
 
-    def noted(self, hidden, rotary, parts, llama):
+    def noted(self, hidden, rotary, parts, turns):
         seen.append(len(parts))
-        real(self, hidden, rotary, parts, llama)
+        real(self, hidden, rotary, parts, turns)
 
-    monkeypatch.setattr(HFRunner, "_run_parts", noted)
+    monkeypatch.setattr(LlamaDecoder, "run_parts", noted)
     return seen
 
 

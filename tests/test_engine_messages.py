@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import EVERY, GREEDY, tokens
-from helpers import MATRIX
+from method_matrix import MATRIX
 
 from saccade import SamplingParams
 from saccade.engine.request import TokenLogprob

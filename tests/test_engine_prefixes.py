@@ -304,7 +304,7 @@ def test_a_crowd_in_little_room_answers_as_alone(tiny_llama, llm):
     check_blocks(small.pool, [donor.kv for donor in small.engine.prefixes._kept.values()])
     small.reset_prefix_cache()
     assert small.pool.used_blocks == 0
-    assert not small.engine.prefixes._places
+    assert len(small.engine.prefixes._index) == 0
 
 
 def test_hashes_taken_over_equal_those_of_a_fresh_start():

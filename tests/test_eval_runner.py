@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import make
+from made_samples import SOURCES, made
 from tiny_models import one_thread  # noqa: F401 - a fixture
 
-from saccade.cli.main import main
 from saccade.engine.messages import StepOutput
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
@@ -22,33 +22,11 @@ from saccade.eval.results import Log, differences
 from saccade.eval.samples import Sample, Turn, read_jsonl
 from saccade.eval.score import score_folder, score_record
 from saccade.eval.setting import load
-from saccade.eval.sources import Given, Source, find_tasks
-from saccade.eval.target import Probe, bisect, grid, with_option
+from saccade.eval.sources import Given, find_tasks
 from saccade.methods.policy import Policy
 
 PSA = "psa(epsilon=0.4, block_size=16, microbatch=1, rank=cuboid)"
 FLEX = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
-QUESTION = "Q: which?"
-
-
-def made(task: str, length: int, index: int, seed: int) -> Sample:
-    """Letters that differ by index; two turns in ``chat``, three questions over one context in ``shared``."""
-    text = "".join(chr(97 + (7 * i * i + index + seed) % 26) for i in range(length))
-    first = Turn((text,), QUESTION, ("gold one",), "exact", 4, prefix="A:")
-    if task == "chat":
-        return Sample(task, length, index, seed, (first, Turn(("more ",), "and?", ("b",), "exact", 4, prefix="A:")))
-    if task == "shared":
-        later = [Turn((), question, ("b",), "exact", 3) for question in ("second?", "third one?")]
-        return Sample(task, length, index, seed, (first, *later), shared=True)
-    if task == "before":
-        return Sample(task, length, index, seed, (Turn((text,), QUESTION, ("a",), "exact", 4, "begin"),))
-    return Sample(task, length, index, seed, (first,))
-
-
-SOURCES = {
-    "made": lambda count: Source("made", "1", ("one", "chat", "shared", "before"), made),
-    "suite": lambda count: Source("suite", "7", ("single",), made),
-}
 MODEL = EngineConfig("tiny", dtype="float32", prefill_chunk=64, enable_prefix_caching=False)
 
 
@@ -478,159 +456,6 @@ def test_dense_and_the_oracle_at_the_measured_budget_run_beside_a_policy(tmp_pat
     assert len(policies) == 5
     with pytest.raises(RequestError, match="oracle='all' is unknown; known: decode, both, none"):
         runner.run_policies(data, llm, MODEL, [PSA], tmp_path, oracle="all")
-
-
-@pytest.mark.parametrize("falling", [False, True])
-def test_bisection_finds_the_sparsest_value_that_keeps_enough(falling):
-    """Against a linear scan, for every threshold and every number of values."""
-    for count in range(2, 10):
-        for first_good in range(count + 1):
-            probed = []
-
-            def probe(value: str, count=count, first_good=first_good, probed=probed) -> Probe:
-                rank = count - 1 - int(value) if falling else int(value)
-                probed.append(value)
-                return Probe(value, f"m(o={value})", (1 + rank) / count, 0.0, 99.0 if rank >= first_good else 50.0, "")
-
-            found = bisect([str(at) for at in range(count)], probe, 0.98)
-            scanned = [str(count - 1 - rank if falling else rank) for rank in range(first_good, count)]
-            assert (found.best and found.best.value) == (scanned[0] if scanned else None)
-            assert len(probed) == len(set(probed)) <= 2 + count.bit_length()
-            assert found.monotone
-    odd = bisect(["0", "1", "2"], lambda v: Probe(v, v, 0.1 + int(v), 0, {"0": 99, "1": 50, "2": 98}[v], ""), 0.98)
-    assert (odd.best.value, odd.monotone) == ("0", True)  # the middle was never looked at
-
-
-def test_target_values_and_options():
-    assert grid("0.5, 0.9") == ["0.5", "0.9"]
-    assert grid("0.5:1:3") == ["0.5", "0.75", "1"]
-    assert grid("16:64:4") == ["16", "32", "48", "64"]
-    assert with_option("psa", "epsilon", "0.9") == "psa(epsilon=0.9)"
-    assert with_option("psa(block_size=16)", "epsilon", "0.9") == "psa(block_size=16, epsilon=0.9)"
-    for bad in ("1:0:3", "0:1:1", "0:1:x", "0:1"):
-        with pytest.raises(RequestError, match="low:high:count"):
-            grid(bad)
-
-
-# --- the whole way, with the built-in model
-
-
-def run(capsys, *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval", *args])
-    out, err = capsys.readouterr()
-    return int(exit_info.value.code or 0), out, err
-
-
-def test_run_and_target_from_the_command_line(capsys, tmp_path):
-    common = (
-        "-m",
-        "retriever",
-        "-t",
-        "facts:single",
-        "--length",
-        "900",
-        "--samples",
-        "2",
-        "-o",
-        str(tmp_path),
-        "--threads",
-        "1",
-    )
-    code, out, err = run(capsys, "run", "-p", "psa(epsilon=0.98)", "-p", "streaming(window=100)", *common)
-    assert code == 0, err
-    folders = sorted(folder.name for folder in (tmp_path / "results").iterdir())
-    assert any(name.startswith("retriever__topk_k-0.") for name in folders)
-    assert "retriever__psa_epsilon-0.98__A__smoke-facts_single-900-n2" in folders
-    assert "streaming(window=100)" in out
-    assert (tmp_path / "report" / "report.html").is_file()
-    before = {file: file.read_bytes() for file in (tmp_path / "results").glob("*/*.jsonl")}
-    assert run(capsys, "run", "-p", "psa(epsilon=0.98)", "-p", "streaming(window=100)", *common)[0] == 0
-    assert {file: file.read_bytes() for file in (tmp_path / "results").glob("*/*.jsonl")} == before
-    window = ("--method", "streaming", "--option", "window", "--keep", "0.98")
-    code, out, err = run(capsys, "target", *window, "--values", "100,2000", *common)
-    assert code == 0, err
-    assert out.startswith("streaming(window=2000) keeps 100.0 % of dense at density 1.0")
-    code, out, err = run(capsys, "target", *window, "--values", "90,100", *common)
-    assert code == 0, err
-    assert out.startswith("no value of window keeps 98 % of dense: the best is streaming(window=")
-
-
-def test_the_steps_one_by_one(capsys, tmp_path):
-    code, out, _ = run(
-        capsys, "prepare", "-t", "facts:shared", "--length", "900", "--samples", "1", "-o", str(tmp_path)
-    )
-    assert code == 0
-    code, out, err = run(
-        capsys,
-        "predict",
-        out.strip(),
-        "-m",
-        "retriever",
-        "-p",
-        "dense",
-        "-o",
-        str(tmp_path / "results"),
-        "--threads",
-        "1",
-    )
-    assert code == 0, err
-    code, out, _ = run(capsys, "score", out.strip())
-    assert code == 0
-    assert [row["score"] for row in read_jsonl(Path(out.strip()))] == [1.0]
-    code, out, _ = run(capsys, "report", str(tmp_path / "results"), "-o", str(tmp_path / "report"))
-    assert (code, out.count("\n")) == (0, 3)
-
-
-def test_the_suite_with_the_reference_model(capsys, tmp_path):
-    """Conversations of the suite through the trained model's template, with gold answers between the turns."""
-    tasks = ("-t", "single", "-t", "three_turn_middle", "-t", "shared")
-    asked = ("--length", "512", "--samples", "1", "--history", "gold", "--protocol", "B")
-    code, _, err = run(capsys, "run", *tasks, *asked, "-p", "dense", "--oracle", "none", "-o", str(tmp_path))
-    assert code == 0, err
-    (folder,) = (tmp_path / "results").glob("reference__dense__B__*__gold")
-    rows = {row["id"]: row for row in read_jsonl(folder / "scores.jsonl")}
-    assert list(rows) == [f"{task}/512/0/0" for task in ("single", "three_turn_middle", "shared")]
-    assert rows["single/512/0/0"]["score"] == 1.0
-    for row in rows.values():
-        assert row["error"] is None
-        assert 460 <= row["prompt_tokens"] <= 512
-        assert row["protocol"] == ("A" if row["task"] == "three_turn_middle" else "B")
-
-
-BAD = {
-    "size": (["run", "--suite", "huge"], "unknown size 'huge'; known: smoke, core, full"),
-    "task": (["run", "-t", "facts:sinle"], "did you mean 'single'"),
-    "policy": (["run", "-p", "pssa"], "psa"),
-    "protocol": (["predict", "DATA", "-p", "psa", "--protocol", "E"], "known: A, B"),
-    "model": (["predict", "DATA", "-p", "psa", "-m", "absent-model"], "absent-model"),
-    "data": (["predict", "absent.jsonl", "-p", "psa"], "absent.jsonl does not exist"),
-    "limit": (["predict", "DATA", "-p", "psa", "--limit", "0"], "limit=0"),
-    "samples": (["prepare", "-t", "facts:single", "--samples", "0"], "samples=0"),
-    "length": (["prepare", "-t", "facts:single", "--length", "3"], "length=3"),
-    "no results": (["report", "."], "holds no results"),
-    "out": (["prepare", "-t", "facts:single", "-o", "FILE/below"], "cannot be written"),
-    "report out": (["score", "absent"], "absent/config.json does not exist"),
-    "values": (["target", "--method", "psa", "--option", "epsilon", "--values", "0.9"], "two different settings"),
-    "option": (["target", "--method", "psa", "--option", "epsilo", "--values", "0.8,0.9"], "no option 'epsilo'"),
-    "keep": (["target", "--method", "psa", "--option", "epsilon", "--values", "0.8,0.9", "--keep", "2"], "keep=2"),
-    "broken data": (["predict", "BROKEN", "-p", "psa"], "broken.jsonl, line 2 is not JSON"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_code_2(capsys, case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "broken.jsonl").write_text(json.dumps(made("one", 64, 0, 0).as_dict()) + "\n{torn\n")
-    data = runner.prepare(tmp_path / "data", ["single"], [64], 1, sources=SOURCES)
-    names = {"DATA": str(data), "BROKEN": "broken.jsonl", "FILE/below": "file/below"}
-    args, says = BAD[case]
-    code, _, err = run(capsys, *(names.get(arg, arg) for arg in args))
-    assert code == 2
-    assert err.count("\n") == 1
-    assert err.startswith("saccade: error: ")
-    assert says in err
 
 
 def test_unwritable_results_and_differences(tmp_path, llm, data):

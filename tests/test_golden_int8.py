@@ -8,7 +8,7 @@ import json
 import pytest
 from golden.record_int8 import FILE, tokens
 from golden.replay import checkpoint, load
-from helpers import MATRIX
+from method_matrix import MATRIX
 from tiny_models import one_thread  # noqa: F401
 
 from saccade.methods.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 from covering import quick
 from engine_helpers import finish, start, tokens
-from helpers import MATRIX
+from method_matrix import MATRIX
 from model_pairs import ANSWER, GREEDY, Pair
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, one_thread, oracle_logits, random_ids  # noqa: F401

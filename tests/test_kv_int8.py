@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from coded_rows import rounded, same_values, views
 from engine_helpers import GREEDY, tokens
 from helpers import KINDS, brute_force, generator, planted_heads, random_selection
 from tiny_models import make_checkpoint, random_ids
@@ -28,10 +29,6 @@ from saccade.selection import Blocks, Dense, Shape
 
 DTYPES = torch.float32, torch.bfloat16
 CPU = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
-
-
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    return INT8.decode(INT8.encode(rows, torch.int8), rows.dtype)
 
 
 def adversarial(dtype: torch.dtype, head_dim: int = 64) -> torch.Tensor:
@@ -98,28 +95,13 @@ def test_cpp_stores_the_same_bytes(dtype, head_dim):
         assert not pool[1, :, 12:].any()
 
 
-def views(dtype: torch.dtype, n: int, head_dim: int = 64, heads: int = 8, kv_heads: int = 2):
-    """Queries, and views of int8 rows and of the values that these stand for, in scattered blocks."""
-    q, k, v = (part.to(dtype) for part in planted_heads(heads, kv_heads, n, head_dim, seed=n))
-    v[:, 5] *= 40
-    coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=INT8)
-    plain = KVView.from_tensors(rounded(k), rounded(v), 32, shuffle_seed=2)
-    return q, coded, plain
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_views_give_the_values(dtype):
-    _, coded, plain = views(dtype, 77)
+    _, coded, plain = views(dtype, 77, rows=INT8)
     assert coded.dtype == dtype
     assert coded.format.block_bytes == 2 * 2 * 32 * 68
-    assert torch.equal(coded.keys(3, 71), plain.keys(3, 71))
-    assert torch.equal(coded.values(), plain.values())
-    assert torch.equal(coded.head_keys(1, 40), plain.head_keys(1, 40))
-    at = torch.tensor([76, 0, 33, 5])
-    for ours, theirs in zip(coded.take(at, 1), plain.take(at, 1)):
+    for ours, theirs in same_values(coded, plain):
         assert torch.equal(ours, theirs)
-    coded.write(70, *coded.stored(10, 17))
-    assert torch.equal(coded.keys(70), plain.keys(10, 17))
     for kind in ("minmax", "cuboid", "mean_value"):
         assert torch.equal(coded.upto(64).summary(kind, 16), plain.upto(64).summary(kind, 16))
 
@@ -131,7 +113,7 @@ def test_kernels_compute_what_they_do_of_the_values(dtype, head_dim):
     """To the bit, but where decode multiplies codes as they lie: decode and prefill of every selection, in calls of few
     rows and of many."""
     n = 333
-    q, coded, plain = views(dtype, n, head_dim)
+    q, coded, plain = views(dtype, n, head_dim, rows=INT8)
     rng = generator(0)
     for rows in (1, 3, 150):
         shape = Shape.suffix(8, 2, rows, n)
@@ -184,7 +166,7 @@ def test_decode_of_codes_is_float64s_attention_over_their_numbers(kind, head_dim
         coded = KVView.from_tensors(k, v, 32, shuffle_seed=1, rows=INT8)
         exact = [INT8.decode(part, torch.float32) for part in coded.stored()]
         wanted, lse = brute_force(q, *exact, torch.ones(1, n, dtype=torch.bool))
-        plain = KVView.from_tensors(rounded(k), rounded(v), 32, shuffle_seed=2)
+        plain = KVView.from_tensors(rounded(k, INT8), rounded(v, INT8), 32, shuffle_seed=2)
         shape, size = Shape.suffix(8, 2, 1, n), wanted.abs().amax(-1)
         ours, theirs = (run(Call.of(q, view, Dense(shape), threads=2), "cpu") for view in (coded, plain))
         # A query's channels are off by at most half a 32767th of its largest one.
@@ -220,7 +202,7 @@ def test_numbers_that_are_none_stay_none():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_chooses_reads_the_values_too(dtype):
     n, scale = 333, 0.125
-    q, coded, plain = views(dtype, n)
+    q, coded, plain = views(dtype, n, rows=INT8)
     shape, last = Shape.suffix(8, 2, 70, n), q[:, -1]
     for make in (
         lambda view: line_sums(q[:, -70:], view, shape, 20, scale),
@@ -252,7 +234,7 @@ def test_summaries_of_all_layers_and_heads_with_slots_of_their_own(dtype, apart)
         kv.reserve(50)
         for layer in range(2):
             k, v = torch.randn(2, 2, 50, 64, generator=generator(layer)).to(dtype)
-            k, v = (k, v) if rows is INT8 else (rounded(k), rounded(v))
+            k, v = (k, v) if rows is INT8 else (rounded(k, INT8), rounded(v, INT8))
             kv.append(layer, k[:, :49], v[:, :49])
             kv.append(layer, k[:, 49:], v[:, 49:])
         sequences.append(kv)

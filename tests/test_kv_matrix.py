@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from coded_rows import rounded
 from engine_helpers import EVERY, GREEDY, tokens
 from helpers import generator
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
@@ -25,10 +26,6 @@ FORMS = (
     "topk(k=48)+etf(start_layer=1)",
 )
 POLICIES = list(dict.fromkeys([*(policy.text for policy in EVERY), *(Policy.parse(one).text for one in FORMS)]))
-
-
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    return INT8.decode(INT8.encode(rows, torch.int8), rows.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +53,7 @@ def test_every_method_reads_what_the_codes_stand_for(engines, policy, monkeypatc
     asked = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
     ids = random_ids(150, seed=5)
     codes, kernels = (llm.generate(ids, asked, policy=policy)[0] for llm in engines[:2])
-    monkeypatch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows))
+    monkeypatch.setattr(RowFormat, "encode", lambda self, rows, dtype: rounded(rows, INT8))
     values = engines[2].generate(ids, asked, policy=policy)[0]
     for one in (codes, kernels, values):
         assert one.error is None

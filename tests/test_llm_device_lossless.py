@@ -125,7 +125,7 @@ def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch)
     def takes(self, q, chosen):
         if not chosen.rows.together:
             return False
-        self.waiting.setdefault(chosen.chunk.shape.q_len, []).append(chosen)
+        self.waiting.setdefault((chosen.chunk.shape.q_len, None), []).append(chosen)
         return True
 
     def counted(q, views, **options):

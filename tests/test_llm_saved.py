@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from engine_helpers import finish, make, start, tokens
-from helpers import MATRIX
+from method_matrix import MATRIX
 from safetensors import SafetensorError
 from tiny_models import make_checkpoint, random_ids
 

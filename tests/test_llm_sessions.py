@@ -9,7 +9,7 @@ import pytest
 import torch
 from covering import quick
 from engine_helpers import interrupt
-from helpers import MATRIX
+from method_matrix import MATRIX
 from tiny_models import make_checkpoint, oracle, oracle_greedy, random_ids
 
 from saccade import LLM, SamplingParams

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from covering import spread
-from helpers import MATRIX, MethodCase, Planted, generator, mass_of, phases_and_rows, planted_heads, run_method
+from helpers import Planted, generator, mass_of, phases_and_rows, planted_heads, run_method
+from method_matrix import MATRIX, MethodCase
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MATRIX, Planted, brute_force, planted_heads
+from helpers import Planted, brute_force, planted_heads
+from method_matrix import MATRIX
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView

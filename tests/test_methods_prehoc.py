@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 import torch
 from covering import quick
-from helpers import KINDS, MATRIX, brute_force, generator, phases_and_rows, planted_heads, random_selection
+from helpers import KINDS, brute_force, generator, phases_and_rows, planted_heads, random_selection
+from method_matrix import MATRIX
 
 from saccade.errors import PolicyError, SaccadeError
 from saccade.kv.view import KVView

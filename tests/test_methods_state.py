@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from covering import spread
-from helpers import MATRIX, MethodCase
+from method_matrix import MATRIX, MethodCase
 from streams import LAYERS, PROMPT, Stream, same
 
 from saccade.methods.base import Method

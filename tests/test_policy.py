@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from covering import covering
-from helpers import MATRIX
 from hypothesis import given
 from hypothesis import strategies as st
+from method_matrix import MATRIX
 
 from saccade.errors import PolicyError
 from saccade.methods.dense import DenseMethod

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint, one_thread  # noqa: F401
 
 from saccade import SamplingParams, ranks
 from saccade.engine.ranks import other
-from saccade.engine.ranks.link import RankGroup
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.worker import FirstRank
 from saccade.engine.watch.audit import AuditOptions, Findings, HeadsAudit
 from saccade.methods.policy import Policy

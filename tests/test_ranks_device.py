@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import device_rank
@@ -83,6 +84,10 @@ def test_rows_of_several_methods(pair, asked):
     same(*own)
     by_device(own[1])
     assert len(asked) >= 8
+    counts, until = pair[1].engine.link._counts._counts, time.monotonic() + 20
+    while counts[0] != counts[1] and time.monotonic() < until:
+        time.sleep(0.01)  # the other leaves the last sum
+    assert counts[0] == counts[1] > 0  # a rank that hangs is found by these: decisions count on both
     for mine, theirs in zip(*own, strict=True):
         left, right = mine.report["decode"], theirs.report["decode"]
         for name in ("tokens", "keys_attended", "keys_causal", "density_per_head", "selections", "retrievals"):

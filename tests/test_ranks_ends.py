@@ -20,7 +20,8 @@ from storm.ranks import Plan, storm
 
 from saccade import ranks
 from saccade.engine.ranks import link as rank_link
-from saccade.engine.ranks.link import RankGroup, RankLink, RanksLost, send
+from saccade.engine.ranks.link import RankLink, RanksLost, send
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.other import OtherRank
 from saccade.engine.ranks.worker import FirstRank, RankWorker
 from saccade.engine.rows.layers_pass import LayersPass
@@ -51,6 +52,7 @@ def test_a_rank_that_dies(two):
     finish(engine)
     for request in (first, second):
         assert "rank 1 of 2 ended by itself, with exit code -9" in request.error
+        assert request.error_type == "EngineLost"
         assert "close this engine and begin another" in request.error
     with pytest.warns(RuntimeWarning, match="rank 1 of 2 ended"):
         assert "RanksLost" in two.generate(PROMPTS[3], greedy(2))[0].error

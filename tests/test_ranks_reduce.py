@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -150,25 +151,25 @@ def test_multicast_is_off_while_ranks_meet(monkeypatch):
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_rank_that_hangs_within_a_device_step_is_found(tmp_path, waits):
-    """By the processor that it does not use; not one that waits for the first rank in a sum (``waits``)."""
+@pytest.mark.parametrize("where", ["step", "waits", "late"])
+def test_a_rank_that_hangs_within_a_device_step_is_found(tmp_path, where):
+    """By the processor that it does not use; not one that waits for the first rank in a sum (``waits``), but one in a
+    sum that the first has left (``late``): what it sent before it was stopped was enough there."""
     process = subprocess.Popen(["sleep", "60"])
     counts, steps = (SumCounts(tmp_path / name, 2) for name in ("counts", "steps"))
     found: list[tuple[int, str]] = []
     watch = RankWatch(counts, steps, [process], 0.5, lambda rank, why: found.append((rank, why)))
-    with steps.within(0):
-        if waits:
-            with counts.within(1):
-                time.sleep(1.5)
-        else:
-            until = time.monotonic() + 20
-            while not found and time.monotonic() < until:
-                time.sleep(0.05)
+    if where == "late":
+        with counts.within(0):
+            pass
+    with steps.within(0), nullcontext() if where == "step" else counts.within(1):
+        until = time.monotonic() + (1.5 if where == "waits" else 20)
+        while not found and time.monotonic() < until:
+            time.sleep(0.05)
     watch.close()
     process.kill()
     process.wait(10)
-    assert [(rank, why[:5]) for rank, why in found] == ([] if waits else [(1, "hangs")])
+    assert [(rank, why[:5]) for rank, why in found] == ([] if where == "waits" else [(1, "hangs")])
 
 
 def test_a_stopped_rank_is_found_though_its_children_compute(tmp_path):

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import EVERY, finish
-from rank_helpers import PROMPTS, greedy, make, same
+from rank_helpers import PROMPTS, alike_reports, greedy, make, same
 from tiny_models import VOCAB, make_checkpoint, random_ids
 
 from saccade import SamplingParams, ranks
 from saccade.engine.messages import MapOrder
+from saccade.errors import PolicyError
 from saccade.methods.policy import Policy
 
 
@@ -41,14 +42,15 @@ def pair(tiny_llama, quickly_started):
     "policy",
     [
         "lossless(draft=psa(epsilon=0.3, rank=cuboid), tokens=3)",
-        "lossless(draft=lfps, tokens=2)",
+        "lossless(draft=lfps(k=24, blocks=2, least=1), tokens=2, lookup=0)",
         "lossless(draft=snapkv(capacity=70), tokens=4, lookup=0)",
         "flexprefill(min_budget=0)+lossless(draft=arkvale(budget=64), tokens=3)",
         "lossless(draft=vattention(sinks=16, local=16), tokens=3)",
     ],
 )
 def test_drafts(pair, policy):
-    """Tokens and counts of what was verified, as of one process; look-ups among them."""
+    """Tokens and counts of what was verified, and of what drafts chose as they learnt from it, as of one process;
+    look-ups among them."""
     prompts = [PROMPTS[0], PROMPTS[1][:40] * 4]
     own = [llm.generate(prompts, greedy(24), policy=policy) for llm in pair]
     same(*own)
@@ -56,8 +58,7 @@ def test_drafts(pair, policy):
         left, right = mine.report["speculation"], theirs.report["speculation"]
         assert right["drafted"] == left["drafted"] > 0
         assert right["accepted"] == left["accepted"]
-        for phase in ("prefill", "decode"):
-            assert mine.report[phase]["keys_attended"] == theirs.report[phase]["keys_attended"]
+        alike_reports(mine.report, theirs.report)
 
 
 def test_drafts_of_samples(pair):
@@ -201,6 +202,34 @@ def test_sessions_go_on_under_another_number(few_heads, tmp_path, options, numbe
             session.close()
 
 
+@pytest.mark.parametrize("policy", ["snapkv(capacity=60, window=16)", "h2o(budget=60)", "lfps", "loopserve(alpha=0.8)"])
+def test_what_a_method_knew_of_all_heads_is_computed_again(pair, tmp_path, policy):
+    """Each process has some of them: keys that were evicted of the first one's alone were read by others."""
+    one, two = pair
+    with one.session(policy) as session:
+        session.generate(PROMPTS[1], greedy(3))
+        session.save(tmp_path / "saved")
+        wanted = session.generate(PROMPTS[3], greedy(5))
+    with two.restore(tmp_path / "saved") as session:
+        assert "tensor_parallel_size=2 shares out; tensor_parallel_size=1 goes on from it" in session.note
+        assert "are computed again" in session.note
+        same([wanted], [session.generate(PROMPTS[3], greedy(5))])
+
+
+def test_evicted_keys_are_not_saved_as_the_first_process_has_them(pair):
+    """Nor where the method that evicted them is gone."""
+    _, two = pair
+    sequence = two.engine.sessions[number := two.engine.sessions.open()]
+    for ids, policy in ((PROMPTS[0], "snapkv(capacity=70)"), (PROMPTS[3], "dense")):
+        two.engine.add(ids, greedy(3), Policy.parse(policy), sequence)
+        finish(two.engine)
+    with pytest.raises(
+        PolicyError, match="of which keys were evicted cannot be saved with tensor_parallel_size=2; use"
+    ):
+        two.engine.sessions.save(number)
+    two.engine.sessions.forget(number)
+
+
 def test_summaries_without_heads_are_made_again(pair):
     """As earlier versions saved them: the first process's alone."""
     policy, answers = "flexprefill(min_budget=0)", []
@@ -311,11 +340,12 @@ def test_kinds_and_costs_of_heads_that_choose_unlike(tmp_path, policy, phase):
     for count in (1, 4):
         with make(folder, count, kv_memory="16MiB", exact=False, prefill_chunk=128) as llm:
             found = llm.generate([random_ids(420, 1), random_ids(281, 2)], greedy(8, seed=3), policy=policy)
-            reports.append([one.report[phase] for one in found])
+            reports.append([{**one.report[phase], "notes": one.report["notes"]} for one in found])
     seen = set()
     for mine, theirs in zip(*reports, strict=True):
         seen.update(mine["selections"])
         assert theirs["selections"] == mine["selections"]
+        assert theirs["notes"] == mine["notes"]  # which do not tell of the first process' heads alone
         for name in ("keys_scored", "keys_estimated"):
             assert theirs[name] == pytest.approx(mine[name], abs=8, rel=2e-3), name
     assert seen != {"dense"}

@@ -7,6 +7,7 @@ import pytest
 from saccade.errors import SaccadeError
 from saccade.methods.policy import parse_method
 from saccade.selection.forms import Rule, Summarized, bucket
+from saccade.selection.levels import Levels
 from saccade.selection.plan import DevicePlan
 from saccade.selection.readings import Choice, Ends, Everything
 
@@ -49,10 +50,21 @@ def test_a_form_bounds_what_its_plans_need_and_is_its_own_form(policy):
     assert reading.form.longest == bucket(reading.longest)
 
 
-def test_dense_follows_the_models_windows_and_no_other_method_does():
+def test_layers_whose_window_rules_read_it_and_methods_decide_in_the_others():
     plan = parse_method("dense").device_plan(Sliding)
     assert plan.layers == (Everything(), Ends(0, 64), Everything(), Ends(0, 64))
-    assert all(parse_method(name).device_plan(Sliding) is None for name in ("streaming", "quest", "arkvale", "psa"))
+    for name in ("streaming", "arkvale", "psa", "topk"):
+        (own,) = set(parse_method(name).device_plan(Spec).layers)
+        assert parse_method(name).device_plan(Sliding).layers == (own, Ends(0, 64), own, Ends(0, 64))
+    assert parse_method("quest(dense_layers=2)").device_plan(Sliding).layers[:2] == (Everything(), Ends(0, 64))
+
+
+def test_a_row_is_of_the_level_of_the_windows_that_it_outgrows():
+    levels = Levels((None, 64, 512, 64))
+    assert [levels.of(length) for length in (1, 64, 65, 512, 513)] == [0, 0, 1, 1, 2]
+    assert [levels.acting(level) for level in range(3)] == [(0, 1, 2, 3), (0, 2), (0,)]
+    assert [levels.windows_at(level) for level in range(3)] == [(None,) * 4, (None, 64, None, 64), (None, 64, 512, 64)]
+    assert Levels((None, None)).of(1 << 20) == 0
 
 
 def test_what_lengths_alone_tell_of_the_cost():

@@ -195,6 +195,5 @@ def test_everything_and_ends_are_kinds_like_others():
     assert Everything().ends == (0, None)
     assert Ends(3, 9).ends == (3, 9)
     plan = DevicePlan("x", "x", (Everything(), LastBlocks(16, 3)))
-    assert (plan.dense, plan.listed, plan.keeps, plan.ruled) == (False, True, False, False)
+    assert (plan.listed, plan.keeps, plan.ruled) == (True, False, False)
     assert plan.summarized == Summarized(16, "minmax")
-    assert DevicePlan("x", "x", (Everything(),) * 2).dense

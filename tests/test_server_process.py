@@ -17,6 +17,7 @@ from tiny_models import random_ids
 from saccade import SamplingParams
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
+from saccade.engine.ranks.link import RanksLost
 from saccade.engine.settings.config import EngineConfig
 from saccade.errors import CapacityError, EngineLost, ModelError
 from saccade.methods.policy import Policy
@@ -143,6 +144,7 @@ def test_messages_come_back_as_they_were(tiny_llama):
     report = {"notes": ["n"], "decode": {"density": 0.5}}
     times = RequestMetrics(1.0, first_token_time=2.0)
     outcome = RequestOutcome([2, 3], "text", [5], "stop", report, None, -0.5, entries, [None, *entries], 7, "b", times)
+    outcome.error_type = "EngineLost"
     output = StepOutput(7, "text", [5], 3, 3, outcome, entries)
     (content,) = wire.Frames().feed(wire.framed(wire.Outputs(0, [wire_forms.output(output)])))
     read = wire.from_engine(content)
@@ -152,7 +154,10 @@ def test_messages_come_back_as_they_were(tiny_llama):
 
     for error_ in (CapacityError("full"), EngineLost("gone")):
         assert repr(wire_forms.raised(wire_forms.told(error_))) == repr(error_)
+    lost = wire_forms.raised(wire_forms.told(RanksLost("rank 1")))  # a class that the server need not know
+    assert repr(lost) == repr(EngineLost("rank 1"))
     assert str(wire_forms.raised(wire_forms.told(KeyError("x")))) == "KeyError: 'x'"
+    assert repr(wire_forms.raised(("is_of", "x"))) == repr(RuntimeError("x"))
     with make(tiny_llama) as llm:
         about = about_llm(llm)
     assert wire_forms.about_of(json.loads(json.dumps(wire_forms.about_dict(about), default=vars))) == about
@@ -185,7 +190,7 @@ def test_an_engine_is_asked_without_a_server(tiny_llama):
             assert time.monotonic() < ends
             await asyncio.sleep(0.01)
             await engine.clear_prefixes()
-        assert not engine._asked
+        assert not engine._calls.requests
 
     try:
         asyncio.run(ask())

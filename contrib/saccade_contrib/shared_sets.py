@@ -58,16 +58,23 @@ class RecordedSets(RecordedLabels):
         device = opening.device
         self._sets, self._since, self._donors = [], [], []
         for state in self.states:
-            sets = torch.zeros(len(state.donor), heavy, dtype=torch.int32, device=device)
-            if state.sets is not None:
-                sets.copy_(state.sets)
-            since = 0 if state.sets is None else state.since
+            sets, since = _opened(state, heavy, device)
             self._sets.append(sets)
-            self._since.append(torch.full((1,), since, dtype=torch.int64, device=device))
+            self._since.append(since)
             self._donors.append(torch.tensor(state.donor, dtype=torch.int32, device="cpu").to(device))
+        places = opening.places()
+        self._others: list[tuple[Tensor, Tensor] | None] = []  # by layer, what it may take
+        for state in self.states:
+            donor = state.layer_donor
+            if donor is None:
+                self._others.append(None)
+            elif donor in places:
+                self._others.append((self._sets[places[donor]], self._since[places[donor]]))
+            else:  # its own window rules there now: it retrieves no more
+                self._others.append(_opened(opening.every[donor], heavy, device))
 
     def words(self, layer: int) -> KeyWords:
-        donor = self.states[layer].layer_donor
+        other = self._others[layer]
         return (
             super()
             .words(layer)
@@ -78,8 +85,8 @@ class RecordedSets(RecordedLabels):
                 every=self._every,
                 sets=self._sets[layer].data_ptr(),
                 since=self._since[layer].data_ptr(),
-                other_sets=0 if donor is None else self._sets[donor].data_ptr(),
-                other_since=0 if donor is None else self._since[donor].data_ptr(),
+                other_sets=0 if other is None else other[0].data_ptr(),
+                other_since=0 if other is None else other[1].data_ptr(),
                 donors=self._donors[layer].data_ptr(),
             )
         )
@@ -90,3 +97,12 @@ class RecordedSets(RecordedLabels):
             ended = int(since)
             state.sets, state.since = (sets, ended) if ended > 0 else (None, 0)
         return self.states
+
+
+def _opened(state: Shared, heavy: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A layer's sets and since when they are, at addresses that stay; 0 where it has none."""
+    sets = torch.zeros(len(state.donor), heavy, dtype=torch.int32, device=device)
+    if state.sets is not None:
+        sets.copy_(state.sets)
+    since = 0 if state.sets is None else state.since
+    return sets, torch.full((1,), since, dtype=torch.int64, device=device)

@@ -265,9 +265,10 @@ class Engine:
         """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
         self.settling.cancel(request)
 
-    def abandon(self, error: str) -> list[StepOutput]:
-        """End all requests that run with ``error``; where none runs, those that wait, or it would fail for ever."""
-        return self.settling.abandon(error)
+    def abandon(self, error: str, error_type: str | None = None) -> list[StepOutput]:
+        """End all requests that run with ``error``, for which errors.class_name gives ``error_type``; where none runs,
+        those that wait, or it would fail for ever."""
+        return self.settling.abandon(error, error_type)
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for every request in it."""

@@ -34,7 +34,7 @@ from saccade.engine.pieces import Piece, act
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
 from saccade.engine.watch.pulse import EndedError
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, failure
 
 logger = logging.getLogger(__name__)
 MOST_GATHERED = 0.05  # seconds that the first of several requests waits for the others, at most
@@ -245,7 +245,7 @@ class Loop:
             outputs = engine.abandon("this engine was closed")
         except BaseException as error:  # nothing that is one request's own: all that run give up, the loop goes on
             logger.exception("an engine step failed")
-            outputs = engine.abandon(f"the engine's step failed: {type(error).__name__}: {error}")
+            outputs = engine.abandon(*failure(error, "the engine's step failed"))
         if new:
             self.firsts.append(time.perf_counter() - began)
         for output in outputs:

@@ -156,7 +156,8 @@ class RequestMetrics:
 class RequestOutcome:
     """How a request ended. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or
     ``error``. ``prompt``: the tokens that this turn appended. ``report``: what it really did (see docs/report.md).
-    ``stop_reason``: the stop string or stop token that ended it; None for an end token of the model."""
+    ``stop_reason``: the stop string or stop token that ended it; None for an end token of the model. ``error_type``:
+    the class of saccade.errors that ``error`` is of, by its name, or None; a lost rank's is EngineLost."""
 
     prompt: list[int]
     text: str
@@ -171,6 +172,7 @@ class RequestOutcome:
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
     selection_map: dict[str, Any] | None = None  # what ``map_order`` asked for, see engine.watch.maps.Maps.as_dict
+    error_type: str | None = None
 
 
 @dataclass

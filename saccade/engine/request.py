@@ -58,6 +58,7 @@ class Request:
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.error_type: str | None = None  # what errors.class_name gives for it
         self.keep_kv = False  # a session's sequence stays after the request ends
         self.maps: Maps | None = None  # what was ordered to be seen of its attention
         self.final_ids: list[int] = []  # the answer, once the request ended

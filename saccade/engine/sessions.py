@@ -67,7 +67,7 @@ class Sessions(Mapping[int, Sequence]):
         return save_sequence(self.require(session), self.identity.data, self.chunk)
 
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
-        """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
+        """A new session of what was saved: its id, and what is to be said. See memory.saved.restore_sequence."""
         with self.coming_back() as sequence:
             note = restore_sequence(sequence, saved, self.model, self.chunk, damaged, recompute)
         return sequence.id, note

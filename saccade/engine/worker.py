@@ -17,6 +17,7 @@ from saccade.engine.rows.backend import RowBackend
 from saccade.engine.rows.calls import Setting
 from saccade.engine.rows.suspended import Advanced, SuspendedPass
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult, results_of
+from saccade.errors import failure
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
 
@@ -102,11 +103,11 @@ class Worker:
             return None
         return self.device.prepare(pool, policy, requests, longest, seconds, share)
 
-    def repeats(self, step: StepInput) -> bool:
-        """Whether the device can run the step again and again by itself (``run``'s ``times``)."""
+    def repeats(self, step: StepInput, times: int) -> bool:
+        """Whether the device can run the step ``times`` times by itself (see ``run``)."""
         if self.device is None or self.exact or self._alone:
             return False
-        return self.device.repeats(step, self.memories)
+        return self.device.repeats(step, self.memories, times)
 
     def replays(self, step: StepInput) -> bool:
         """Whether the device can run the rows of a step densely, too, beside it (``Watch.replays``)."""
@@ -269,7 +270,7 @@ class Worker:
         for one in step.scheduled:
             if len(step) == 1:
                 for failed in results_of(result.requests, one):
-                    failed.error = f"{one.phase}: {type(error).__name__}: {error}"
+                    failed.error, failed.error_type = failure(error, one.phase)
             else:
                 result.requests[one.request_id].undone = True
                 self._alone.broke(one.request_id)

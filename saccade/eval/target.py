@@ -80,6 +80,7 @@ def find_target(
     limit: int | None = None,
     mix: bool = False,
     workers: int = 1,
+    together: int = 1,
     metrics: Mapping[str, Metric] | None = None,
     note: Note = lambda text: None,
 ) -> Target:
@@ -99,7 +100,7 @@ def find_target(
     }
 
     def measure(setting: Setting) -> Run:
-        folder = predict(data, llm, model, setting, results, limit=limit, mix=mix, workers=workers)
+        folder = predict(data, llm, model, setting, results, limit=limit, mix=mix, workers=workers, together=together)
         score_folder(folder, data, metrics)
         return Run.load(folder)
 

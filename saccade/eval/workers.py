@@ -41,12 +41,8 @@ def answers_in_order(
     """``answer`` of each sample. With more than one worker each process loads ``model`` for itself; samples share
     nothing, so the answers are the same. ``together``: samples that ``llm`` answers at once, their decode rows in
     shared steps, which is what a GPU is good at; such rows round as their step does. ``until``, on ``monotonic``'s
-    clock: when everything that ``llm`` runs is ended, and no more answers come. Raises RequestError for ``workers`` or
-    ``together`` below 1, both above, or ``workers`` above 1 and ``until``."""
-    positive("together", together)
-    if workers != 1 and (together != 1 or until is not None):
-        other = f"together={together!r}: samples of a setting take one way" if together != 1 else f"until={until!r}"
-        raise RequestError(f"workers={workers!r} and {other}, not both")
+    clock: when everything that ``llm`` runs is ended, and no more answers come. Raises RequestError as ``one_way``."""
+    one_way(workers, together, until)
     if together == 1:
         answers = in_order(partial(_answer, setting=setting), samples, llm, model, workers)
     else:
@@ -112,6 +108,15 @@ def in_order(
     begin = (alike, os.getpid(), together)
     pool = ProcessPoolExecutor(min(workers, len(items)), context, initializer=_begin, initargs=begin)
     yield from _ordered(pool, partial(_do, work), items, _AHEAD * workers)
+
+
+def one_way(workers: int, together: int, until: float | None = None) -> None:
+    """RequestError for ``workers`` or ``together`` below 1, both above, or ``workers`` above 1 and ``until``."""
+    positive("workers", workers)
+    positive("together", together)
+    if workers != 1 and (together != 1 or until is not None):
+        other = f"together={together!r}: samples of a setting take one way" if together != 1 else f"until={until!r}"
+        raise RequestError(f"workers={workers!r} and {other}, not both")
 
 
 def positive(name: str, value: int) -> None:

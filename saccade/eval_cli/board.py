@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.cli.options import say_device, takes_engine
+from saccade.eval_cli.options import TOGETHER
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
@@ -75,10 +76,7 @@ def board(
     workers: Annotated[
         int, typer.Option("--workers", help="Rows that run side by side, each with a model of its own.")
     ] = 1,
-    together: Annotated[
-        int,
-        typer.Option("--together", help="Samples that a model answers in shared steps: for a GPU, 16 or more."),
-    ] = 1,
+    together: Annotated[int, TOGETHER] = 1,
     mix: Annotated[
         bool, typer.Option("--mix", help="Continue results that other versions, commits or machines began.")
     ] = False,

@@ -14,6 +14,28 @@ from saccade.eval_cli.board import board
 from saccade.eval_cli.drift import drift
 from saccade.eval_cli.model_card import model_card
 from saccade.eval_cli.multiturn import multiturn
+from saccade.eval_cli.options import (
+    CORPUS,
+    DATA,
+    HAYSTACK,
+    HISTORY,
+    INFINITEBENCH,
+    LENGTH,
+    LIMIT,
+    LONGBENCH,
+    MICRO,
+    MIX,
+    OUT,
+    POLICY,
+    PROTOCOL,
+    SAMPLES,
+    SEED,
+    SIZE,
+    TASK,
+    TOGETHER,
+    UNKNOWN,
+    WORKERS,
+)
 
 if TYPE_CHECKING:
     from saccade.engine.settings.config import EngineConfig
@@ -28,32 +50,6 @@ app.command("drift")(drift)
 app.command("model-card")(model_card)
 app.command("multiturn")(multiturn)
 
-OUT = typer.Option("--out", "-o", help="Folder to write to.")
-SIZE = typer.Option("--suite", "--size", help="smoke, core or full.")
-TASK = typer.Option(
-    "--task",
-    "-t",
-    help="A task (natural:facts, ruler:vt) or all of a source (ruler:all). Where none is given: natural:all, ruler:all "
-    "and long:all; of the built-in models facts:all (retriever), or the suite (reference), whose tasks have no source.",
-)
-LENGTH = typer.Option("--length", help="Length in tokens; may be given several times.")
-SAMPLES = typer.Option("--samples", help="Samples of each task and length.")
-SEED = typer.Option("--seed", help="Seed of the samples.")
-POLICY = typer.Option("--policy", "-p", help="A policy; may be given several times.")
-PROTOCOL = typer.Option("--protocol", help="A: the question is prefilled; B: it runs as sparse decode steps.")
-HISTORY = typer.Option("--history", help="Answers that later turns see: self (the model's own) or gold.")
-MIX = typer.Option(
-    "--mix", help="Continue results that other versions, commits or machines began; config.json says so."
-)
-WORKERS = typer.Option("--workers", help="Processes that answer side by side, each with a model of its own.")
-LIMIT = typer.Option("--limit", help="Take the first N samples of each task and length.")
-LONGBENCH = typer.Option("--longbench", help="Folder of LongBench's files, for longbench: and mtlb: tasks.")
-INFINITEBENCH = typer.Option("--infinitebench", help="Folder of InfiniteBench's files, for infinitebench: tasks.")
-HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH: a text of yours for natural:, ruler: and long: tasks.")
-UNKNOWN = typer.Option("--allow-unknown", help="Build mtlb: tasks from LongBench files whose SHA-256 is not known.")
-CORPUS = typer.Option("--corpus", help="SQuAD's or HotpotQA's JSON, for ruler:qa_1 and ruler:qa_2.")
-MICRO = typer.Option("--micro", min=0, help="Samples of each task and length to take micro metrics of.")
-DATA = typer.Option("--data", "-d", help="Samples made by prepare (jsonl).")
 RESULTS = Path("eval-results")
 
 
@@ -94,6 +90,7 @@ def predict(
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
+    together: Annotated[int, TOGETHER] = 1,
     out: Annotated[Path, OUT] = RESULTS / "results",
     micro: Annotated[int, MICRO] = 0,
     *,
@@ -102,15 +99,18 @@ def predict(
     """Answer samples under policies. A killed run goes on where it was and ends with the same file."""
     from saccade.eval import predict as step
     from saccade.eval.setting import computed, load
+    from saccade.eval.workers import one_way
     from saccade.methods.policy import Policy
 
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
+    one_way(workers, together)
     config = computed(config)
-    llm = say_device(load(config))
+    llm = say_device(load(config, together))
     for setting in settings:
+        say = _count(setting.policy.text)
         folder = step.predict(
-            data, llm, config, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
+            data, llm, config, setting, out, limit=limit, mix=mix, workers=workers, together=together, progress=say
         )
         print(folder)
         if micro:
@@ -165,6 +165,7 @@ def run(
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
+    together: Annotated[int, TOGETHER] = 1,
     longbench: Annotated[Path | None, LONGBENCH] = None,
     haystack: Annotated[str, HAYSTACK] = "prose",
     corpus: Annotated[Path | None, CORPUS] = None,
@@ -181,16 +182,18 @@ def run(
     from saccade.eval import runner
     from saccade.eval.report import print_summary, write_report
     from saccade.eval.setting import computed, load
+    from saccade.eval.workers import one_way
     from saccade.methods.policy import Policy
 
     for text in policy or ():
         Policy.parse(text)
+    one_way(workers, together)
     given = runner.given_by(str(config.model), longbench, haystack, corpus, allow_unknown, infinitebench)
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     config = computed(config)
     folders = runner.run_policies(
         data,
-        say_device(load(config)),
+        say_device(load(config, together)),
         config,
         policy or runner.POLICIES,
         out / "results",
@@ -199,6 +202,7 @@ def run(
         limit=limit,
         mix=mix,
         workers=workers,
+        together=together,
         oracle=oracle,
         note=_note,
     )
@@ -225,6 +229,7 @@ def target(
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
+    together: Annotated[int, TOGETHER] = 1,
     haystack: Annotated[str, HAYSTACK] = "prose",
     out: Annotated[Path, OUT] = RESULTS,
     *,
@@ -235,16 +240,18 @@ def target(
     from saccade.eval.runner import given_by
     from saccade.eval.setting import computed, load
     from saccade.eval.target import find_target, grid
+    from saccade.eval.workers import one_way
     from saccade.methods.policy import Policy
 
     points = grid(values)
     Policy.parse(method)
+    one_way(workers, together)
     given = given_by(str(config.model), haystack=haystack)
     data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     config = computed(config)
     found = find_target(
         data,
-        say_device(load(config)),
+        say_device(load(config, together)),
         config,
         method,
         option,
@@ -256,6 +263,7 @@ def target(
         limit=limit,
         mix=mix,
         workers=workers,
+        together=together,
         note=_note,
     )
     file = out / f"target__{slug(method)}__{slug(option)}__{keep:g}__{slug(Path(config.model).name)}__{data.stem}.json"

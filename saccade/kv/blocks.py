@@ -6,7 +6,6 @@ A logical block is ``block_size`` tokens of one sequence over all layers and KV 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -16,13 +15,13 @@ import torch
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.head_tiers import HeadTiers
+from saccade.kv.holders import Holders
 from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.keepers import Keepers
 from saccade.kv.slot_map import SlotMap, taken_from
 from saccade.kv.states import StatePool
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Tier
-from saccade.kv.tiers import LEAST_SLOTS, Tiers
+from saccade.kv.tier import Tier, check_slots, parts_of
+from saccade.kv.tiers import Tiers
 
 T = TypeVar("T")
 
@@ -72,19 +71,9 @@ class BlockManager(SlotMap):
             )
         if layers_apart and tier is None:
             raise SaccadeError("layers_apart=True needs a tier: it shares out slots between layers whose parts move")
-        self._parts = storage.num_blocks
-        if tier is not None:  # one slot stands for what is absent; a few parts may be on their way
-            self._parts = storage.num_blocks - 1 + max(0, tier.cells - LEAST_SLOTS)
-            if storage.num_blocks <= LEAST_SLOTS:
-                raise CapacityError(
-                    f"a KV pool of {storage.num_blocks} blocks is too small for tiers: it needs {LEAST_SLOTS + 1}, "
-                    f"{(LEAST_SLOTS + 1) * storage.format.block_bytes} bytes; raise kv_memory"
-                )
-            if layers_apart and (least := LEAST_SLOTS * layers + 1) > storage.num_blocks:
-                raise CapacityError(
-                    f"a KV pool of {storage.num_blocks} blocks is too small for {LEAST_SLOTS} of each of {layers} "
-                    f"layers: it needs {least}, {least * storage.format.block_bytes} bytes; raise kv_memory"
-                )
+        self._parts = parts_of(storage, tier)
+        if tier is not None:
+            check_slots(storage, layers, layers_apart)
         count = max(1, self._parts // max(1, layers)) if logical_blocks is None else logical_blocks
         if layers < 1 or count < 1:
             raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
@@ -96,10 +85,9 @@ class BlockManager(SlotMap):
             for free in self._free_slots:
                 free.remove(self.tiers.guard)
         self._free = list(range(count - 1, -1, -1))
-        self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
-        self.keepers = Keepers(self._holders)
+        self._holders = Holders(count)
+        self.keepers = self._holders.keepers
         self._ids = 0
-        self._newest = 0  # greatest number of a sequence that has held a block
 
     @property
     def format(self) -> KVFormat:
@@ -210,11 +198,11 @@ class BlockManager(SlotMap):
 
     def references(self, block: int) -> int:
         """How many sequences hold a block; 0 if it is free."""
-        return len(self._holders[block])
+        return self._holders.count(block)
 
     def owner(self, block: int) -> int | None:
         """The sequence that has held a block longest; None if it is free."""
-        return self._holders[block][0] if self._holders[block] else None
+        return self._holders.owner(block)
 
     @property
     def kept_slots(self) -> int:
@@ -250,42 +238,18 @@ class BlockManager(SlotMap):
             self.absent += wanted * self.rows
         for one in self.tier_rows:
             one.born(blocks)
-        self._newest = max(self._newest, owner)
-        for block in blocks:
-            self._holders[block] = (owner,)
+        self._holders.begin(blocks, owner)
         return blocks
 
     def share(self, blocks: Sequence[int], holder: int) -> None:
         """Let sequence ``holder`` hold ``blocks`` too. Raises SaccadeError, changing nothing, for a block that is free
         or that it holds already."""
-        newest, self._newest = self._newest, max(self._newest, holder)
-        fresh = holder > newest and len(set(blocks)) == len(blocks)  # it holds nothing, however many hold these
-        for block, times in () if fresh and all(map(self._holders.__getitem__, blocks)) else Counter(blocks).items():
-            if not self._holders[block] or holder in self._holders[block] or times > 1:
-                raise SaccadeError(
-                    f"KV block {block} cannot be shared with sequence {holder}: {self._held_by(block)}, and each "
-                    "sequence holds a block once"
-                )
-        for block in blocks:
-            self._holders[block] += (holder,)
-        self.keepers.shared(blocks, holder)
+        self._holders.share(blocks, holder)
 
     def release(self, blocks: Sequence[int], holder: int) -> None:
         """Sequence ``holder`` lets go of ``blocks``; those without a holder are free again. Raises SaccadeError,
         changing nothing, for a block that it does not hold."""
-        for block, times in Counter(blocks).items():
-            if holder not in self._holders[block] or times > 1:
-                raise SaccadeError(
-                    f"sequence {holder} releases KV block {block}, which it does not hold: {self._held_by(block)}"
-                )
-        freed = []
-        for block in blocks:
-            held = self._holders[block]
-            at = held.index(holder)
-            self._holders[block] = held[:at] + held[at + 1 :]
-            if len(held) == 1:
-                freed.append(block)
-        self.keepers.released(blocks, holder)
+        freed = self._holders.release(blocks, holder)
         if freed:
             self.catch_up()
             self.changes += 1
@@ -326,26 +290,13 @@ class BlockManager(SlotMap):
             return free
         return max(0, min(free, self.tiers.each[row].share - self.taken(layer, row)))
 
-    def evict(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
-        """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
-        here: the evicting tier keeps it elsewhere. SaccadeError for a part that is not resident."""
-        rows = self._rows(kv_head)
-        absent = (self._map[layer, rows.start : rows.stop][:, list(blocks)] < 0).any(0)
-        if absent.any():
-            block = blocks[int(absent.argmax())]
-            raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
-        self._vacate(layer, rows, list(blocks))
-        self._publish(list(blocks))
-        self._changed()
-        self.absent += len(blocks) * len(rows)
-
     def admit(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
         """Give ``blocks`` slots in one layer again, whose rows the caller fills. Raises CapacityError, taking nothing,
         when slots are short; SaccadeError for a part that is resident or a block that is free."""
         rows, blocks = self._rows(kv_head), list(blocks)
         present = np.atleast_1d((self._map[layer, rows.start : rows.stop][:, blocks] >= 0).any(0))
         for at, block in enumerate(blocks):
-            if present[at] or not self._holders[block]:
+            if present[at] or not self._holders.count(block):
                 raise SaccadeError(f"KV block {block} is free, or resident in layer {layer}: it cannot be admitted")
         free = min(len(self._free_slots[row]) for row in rows)
         if len(blocks) > free:
@@ -365,7 +316,3 @@ class BlockManager(SlotMap):
         if not self.layers_apart or self.tiers is None:
             return True
         return all(int(own.max()) + count <= one.share for own, one in zip(self._taken, self.tiers.each))
-
-    def _held_by(self, block: int) -> str:
-        holders = self._holders[block]
-        return f"held by sequence {', '.join(map(str, holders))}" if holders else "it is free"

@@ -17,8 +17,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.format import KVFormat
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Tier
-from saccade.kv.tiers import LEAST_SLOTS
+from saccade.kv.tier import Tier, parts_of
 
 Place = tuple[int, int]  # a layer's group, and its number there
 
@@ -147,10 +146,7 @@ class Groups:
 
     def pool(self, storages: Sequence[KVStorage], tiers: Sequence[Tier | None], **options: Any) -> BlockManager:
         """The pool over a storage of each group, with the tier behind each. CapacityError for too small ones."""
-        slots = [
-            one.num_blocks + (0 if tier is None else max(0, tier.cells - LEAST_SLOTS) - 1)
-            for one, tier in zip(storages, tiers)
-        ]
+        slots = [parts_of(one, tier) for one, tier in zip(storages, tiers)]
         blocks = max(1, min(own // layers for own, layers in zip(slots, self.layers)))
         options = {"logical_blocks": blocks, **(options if tiers[0] is not None else {})}
         others = [

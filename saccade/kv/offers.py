@@ -2,9 +2,10 @@
 what it took.
 
 The host lists slots that may be taken, in the order in which the replacement of ``Tiers`` would free them; each is
-free, or holds a part that the host tier has too. Kernels (ops/triton/residency.py) take slots in this order, pass over
-those that were used since they were listed, and note which part took which slot. The host copies this into its own map
-while the next step runs, or before it reads the map. A change on the host in between withdraws the slot from the list.
+free, or holds a part that the host tier has too. Kernels (ops/triton/slots_taken.py) take slots in this order, pass
+over those that were used since they were listed, and note which part took which slot. The host copies this into its own
+map while the next step runs, or before it reads the map. A change on the host in between withdraws the slot from the
+list.
 KV heads that have slots of their own have a list each (kv/listed.py).
 
 Where ``READS_HOST`` says so and addresses allow it, a layer's lists of blocks wait for nothing: kernels read absent

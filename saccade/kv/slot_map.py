@@ -148,6 +148,19 @@ class SlotMap:
         self._version += 1
         self.absent += len(left) - int(free.sum()) - len(came)
 
+    def evict(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
+        """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
+        here: the evicting tier keeps it elsewhere. SaccadeError for a part that is not resident."""
+        rows = self._rows(kv_head)
+        absent = (self._map[layer, rows.start : rows.stop][:, list(blocks)] < 0).any(0)
+        if absent.any():
+            block = blocks[int(absent.argmax())]
+            raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
+        self._vacate(layer, rows, list(blocks))
+        self._publish(list(blocks))
+        self._changed()
+        self.absent += len(blocks) * len(rows)
+
     def _changed(self) -> None:
         self._version += 1
         self.changes += 1

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from saccade.errors import CapacityError, SaccadeError
+
+if TYPE_CHECKING:
+    from saccade.kv.storage import KVStorage
+
+LEAST_SLOTS = 8  # that something can run in
 
 
 class TierError(SaccadeError):
@@ -161,3 +166,24 @@ class Openings:
     @staticmethod
     def _key(layers: slice, blocks: np.ndarray[Any, Any]) -> tuple[int | None, int | None, bytes]:
         return layers.start, layers.stop, blocks.tobytes()
+
+
+def parts_of(storage: KVStorage, tier: Tier | None) -> int:
+    """Parts that slots and cells hold at most: one slot stands for what is absent, and a few parts may be on their
+    way."""
+    return storage.num_blocks + (0 if tier is None else max(0, tier.cells - LEAST_SLOTS) - 1)
+
+
+def check_slots(storage: KVStorage, layers: int, layers_apart: bool) -> None:
+    """CapacityError for a ``storage`` of too few slots to have a tier behind it. ``layers_apart``: each of ``layers``
+    layers has a share of its own."""
+    if storage.num_blocks <= LEAST_SLOTS:
+        raise CapacityError(
+            f"a KV pool of {storage.num_blocks} blocks is too small for tiers: it needs {LEAST_SLOTS + 1}, "
+            f"{(LEAST_SLOTS + 1) * storage.format.block_bytes} bytes; raise kv_memory"
+        )
+    if layers_apart and (least := LEAST_SLOTS * layers + 1) > storage.num_blocks:
+        raise CapacityError(
+            f"a KV pool of {storage.num_blocks} blocks is too small for {LEAST_SLOTS} of each of {layers} "
+            f"layers: it needs {least}, {least * storage.format.block_bytes} bytes; raise kv_memory"
+        )

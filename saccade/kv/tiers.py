@@ -20,12 +20,11 @@ from saccade.kv.lodging import RECLAIMED, Lodging
 from saccade.kv.offers import Offers
 from saccade.kv.pins import Pins
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Openings, Tier, TierError, TierFull
+from saccade.kv.tier import LEAST_SLOTS, LostKV, Openings, Tier, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
 
-LEAST_SLOTS = 8  # that something can run in
 FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
 SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.cpu_readings import Listed, Reads
-from saccade.ops.cpu_structs import native
+from saccade.ops.cpu_readings import Listed, Readings, Reads
+from saccade.ops.cpu_structs import band_keys, native
 from saccade.ops.tallies import BESIDE
 from saccade.selection.forms import MOST, Summarized
 
@@ -82,9 +82,11 @@ class WholeRows(HostState):
         super().__init__(opening)
         self._method, self.upto, self._first = method, upto, self.length
         spec, count = opening.spec, method.recalled
+        self._places = opening.layers
+        layers = spec.layers if opening.layers is None else len(opening.every)  # kernels note those of all
         # As the queries are, whatever rows of keys are stored as: kernels write them here.
         dtype = opening.kv.pool.format.dtype
-        self._asked = torch.empty(spec.layers, count, spec.heads, spec.head_dim, dtype=dtype, device="cpu")
+        self._asked = torch.empty(layers, count, spec.heads, spec.head_dim, dtype=dtype, device="cpu")
 
     def lay_out(self) -> None:
         """Kernels need to know nothing."""
@@ -104,7 +106,59 @@ class WholeRows(HostState):
         count = self._asked.shape[1]
         places = [position % count for position in range(max(self._first, length - count), length)] if count else []
         if places:
-            rows = self._asked[:, places].transpose(1, 2)
+            asked = self._asked if self._places is None else self._asked[list(self._places)]
+            rows = asked[:, places].transpose(1, 2)
             for state, own in zip(self.states, rows):
                 self._method.recall(state, own, length)
+        return self.states
+
+
+class ActingRows(HostState):
+    """Of a sequence in whose other layers a window of their own rules, which these read: what ``own`` knows of the
+    layers ``acting``, of which alone it was opened."""
+
+    def __init__(self, opening: Opening, acting: tuple[int, ...], own: HostState) -> None:
+        self._own, self._acting, self._windows = own, list(acting), opening.spec.windows
+        super().__init__(opening)
+        self.room, self.upto = own.room, own.upto
+
+    def lay_out(self) -> None:
+        """Its own state has."""
+
+    def reads(self, length: int, window: WindowMethod | None = None) -> Reads | None:
+        reads = self._own.reads(length, window)
+        self.summarized = self._own.summarized
+        if reads is None:
+            return None
+        assert not isinstance(reads, Readings)
+        layers: list[Any] = [None if size is None else band_keys(size, 0) for size in self._windows]
+        for layer, one in zip(self._acting, reads.layers):
+            layers[layer] = one
+        return reads._replace(layers=layers)
+
+    def asked(self, length: int) -> torch.Tensor | None:
+        return self._own.asked(length)
+
+    def grow(self, length: int) -> None:
+        self._own.grow(length)
+        self.room = self._own.room
+
+    def reads_all(self, length: int) -> bool:
+        return self._own.reads_all(length)
+
+    def notes(self, length: int) -> Sequence[str]:
+        return self._own.notes(length)
+
+    def done(self, length: int) -> None:
+        self.length = length
+        self._own.done(length)
+
+    def take(self) -> torch.Tensor:
+        taken = torch.zeros_like(self._counted)
+        taken[self._acting] = self._own.take()
+        return taken
+
+    def settle(self, length: int) -> list[Any]:
+        for layer, state in zip(self._acting, self._own.settle(length)):
+            self.states[layer] = state
         return self.states

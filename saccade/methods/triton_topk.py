@@ -34,7 +34,7 @@ def bounds_of(rows: LayerRows) -> Tensor:
 
 @triton.jit
 def budget_of(whole, share, keys):
-    """``methods.base.budget_keys``, not cut to ``keys``: as many as ``whole`` says, or a share of ``keys``."""
+    """``methods.options.budget_keys``, not cut to ``keys``: as many as ``whole`` says, or a share of ``keys``."""
     part = tl.ceil(share * keys.to(tl.float64) - 5e-10).to(tl.int32)  # 0.1 of 10 is 1, whatever fractions make of it
     return tl.where(whole > 0, whole, tl.maximum(part, 1))
 

@@ -31,9 +31,13 @@ class SeenKeys(OwnReading[None]):
 
     def cost(self, length: int, step: int = 0) -> Known:
         assert self.cone is not None
-        hides = self.cone.start(length - 1) > self.cone.sink_keys
-        whole = self.window is None or length <= self.sinks + self.window
-        return Known("dense" if whole and not hides else "band", 0, 0)
+        start, seen = self.cone.start(length - 1), self.cone.sink_keys
+        if self.window is None or length <= self.sinks + self.window:
+            return Known("band" if start > seen else "dense", 0, 0)
+        near = length - self.window  # the first of its own last keys
+        alone = start <= seen or (min(self.sinks, start) <= seen and max(near, seen) >= start)
+        apart = min(start, near) >= max(seen, self.sinks)  # else the sinks of one reach into the other's window
+        return Known("band" if alone or apart else "tokens", 0, 0)
 
     def read(self, rows: Any) -> Any:
         from saccade.ops.triton.batched_lists import seen_lists

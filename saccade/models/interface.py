@@ -93,6 +93,22 @@ class Segment:
     rope_length: int
 
 
+def check_rows(token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> None:
+    """ValueError unless ``token_ids`` and ``positions`` are of one shape [rows], which ``segments`` tile in order."""
+    rows = token_ids.shape[0]
+    if token_ids.dim() != 1 or positions.shape != token_ids.shape:
+        raise ValueError(
+            f"token_ids and positions must be [rows], got {tuple(token_ids.shape)}, {tuple(positions.shape)}"
+        )
+    end = 0
+    for segment in segments:
+        if segment.start != end or segment.length < 1:
+            raise ValueError(f"segments must tile the rows in order; {segment} does not start at row {end}")
+        end += segment.length
+    if end != rows:
+        raise ValueError(f"segments cover {end} rows of {rows}")
+
+
 @dataclass(eq=False)
 class LatentRows:
     """The rows of one pass at a layer whose keys are latents, as a backend may read them instead: by the keys and

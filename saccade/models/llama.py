@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.models.interface import LayerAttention, Stopwatch
+from saccade.models.interface import LayerAttention, RowsPart, Stopwatch
 from saccade.models.key_turns import KeyTurn
 from saccade.models.llama_kernels import (
     KernelSet,
@@ -22,6 +22,7 @@ from saccade.models.llama_kernels import (
     Projected,
 )
 from saccade.models.llama_weights import LlamaWeights
+from saccade.models.rotary import CosSin
 from saccade.ops import row_passes, triton
 from saccade.ops.layer_rows import MOST_ROWS, RowLayer, RowLayers, head, serves, serves_head
 from saccade.ops.matrices import RowPasses
@@ -86,6 +87,39 @@ class LlamaDecoder:
         """Queries, keys and values [heads or kv_heads, rows, head_dim] of ``hidden`` [rows, channels], post-RoPE by
         ``cos``, ``sin`` [rows, head_dim]."""
         return self.kernels(hidden.shape[0]).layers[layer].project(hidden, cos, sin)
+
+    def run_parts(
+        self, hidden: Tensor, rotary: Sequence[CosSin], parts: Sequence[RowsPart], turns: Sequence[KeyTurn] | None
+    ) -> None:
+        """Take ``hidden`` [rows, channels], which ``parts`` tile, through all layers, in place; layer i has cos and sin
+        ``rotary[i]`` [rows, head_dim]. While one part's rows are attended, the next layer of the others is computed."""
+        layers = len(self.attention)
+        deltas: list[Tensor | None] = [None] * len(parts)
+        own = [(part, hidden[part.rows], self.kernels(part.rows.stop - part.rows.start)) for part in parts]
+
+        def begin(number: int, index: int) -> None:
+            part, rows, kernels = own[number]
+            cos, sin = (one[part.rows] for one in rotary[index])
+            q, k, v = kernels.layers[index].project(rows, cos, sin, deltas[number])
+            if turns is not None:
+                turns[index].turn(q, k)
+            part.begin(index, q, k, v, self.attention[index])
+
+        try:
+            for number in range(len(own)):
+                begin(number, 0)
+            for index in range(layers):
+                for number, (part, rows, kernels) in enumerate(own):
+                    deltas[number] = kernels.layers[index].finish(rows, part.end(index, self.attention[index]))
+                    if index + 1 < layers:
+                        begin(number, index + 1)
+        except BaseException:
+            for part in parts:
+                part.drop()
+            raise
+        for (_, rows, _), delta in zip(own, deltas):
+            if delta is not None:
+                rows.add_(delta)
 
     def _products(self, passes: RowPasses, products: Products | None = None) -> KernelSet:
         weights = self.weights

@@ -28,6 +28,7 @@ from saccade.models.interface import (
     StateRows,
     Stopwatch,
     WholeRows,
+    check_rows,
 )
 from saccade.models.keeping import KeepingLayers
 from saccade.models.keeping_step import KeptStep, kept_step
@@ -189,7 +190,7 @@ class HFRunner:
         it was frozen. ``segments`` must tile the rows in order; ValueError if they do not. What outlives a stop is its
         own: ``hidden`` and ``delta`` are fresh tensors, and so are the rotary factors of several rows; those of one row
         are lent until the next pass."""
-        _check_rows(token_ids, positions, segments)
+        check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
         token_ids = sent(token_ids, device)
@@ -200,7 +201,7 @@ class HFRunner:
         done = False  # without this loop
         if llama is not None and kernels is not None:
             if parts is not None:
-                self._run_parts(hidden, rotary, parts, llama)
+                llama.run_parts(hidden, rotary.layers, parts, self.turns)
                 done = True
             elif whole is not None and kernels.whole is not None and ahead is None and inputs is None:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
@@ -250,36 +251,6 @@ class HFRunner:
             for first in range(0, len(scored.rows), SCORED_SLICE):
                 scored.visit(first, self.logits(hidden[sent(scored.rows[first : first + SCORED_SLICE], device)]))
         take(self.logits(hidden[sent(logit_rows, device)]))
-
-    def _run_parts(self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder) -> None:
-        """All layers, in place. While one part's rows are attended, the next layer of the others is computed."""
-        layers = self.spec.layers
-        deltas: list[Tensor | None] = [None] * len(parts)
-        own = [(part, hidden[part.rows], llama.kernels(part.rows.stop - part.rows.start)) for part in parts]
-
-        def begin(number: int, index: int) -> None:
-            part, rows, kernels = own[number]
-            cos, sin = (one[part.rows] for one in rotary.layers[index])
-            q, k, v = kernels.layers[index].project(rows, cos, sin, deltas[number])
-            if self.turns is not None:
-                self.turns[index].turn(q, k)
-            part.begin(index, q, k, v, llama.attention[index])
-
-        try:
-            for number in range(len(own)):
-                begin(number, 0)
-            for index in range(layers):
-                for number, (part, rows, kernels) in enumerate(own):
-                    deltas[number] = kernels.layers[index].finish(rows, part.end(index, llama.attention[index]))
-                    if index + 1 < layers:
-                        begin(number, index + 1)
-        except BaseException:
-            for part in parts:
-                part.drop()
-            raise
-        for (_, rows, _), delta in zip(own, deltas):
-            if delta is not None:
-                rows.add_(delta)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embedding of ``token_ids`` [rows]: [rows, channels]."""
@@ -340,18 +311,3 @@ class HFRunner:
         if self.turns is not None:
             self.turns[index].turn(q, k)
         return q, k, v
-
-
-def _check_rows(token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]) -> None:
-    rows = token_ids.shape[0]
-    if token_ids.dim() != 1 or positions.shape != token_ids.shape:
-        raise ValueError(
-            f"token_ids and positions must be [rows], got {tuple(token_ids.shape)}, {tuple(positions.shape)}"
-        )
-    end = 0
-    for segment in segments:
-        if segment.start != end or segment.length < 1:
-            raise ValueError(f"segments must tile the rows in order; {segment} does not start at row {end}")
-        end += segment.length
-    if end != rows:
-        raise ValueError(f"segments cover {end} rows of {rows}")

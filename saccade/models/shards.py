@@ -96,13 +96,6 @@ def check_ranks(ranks: int, heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The shape of one rank's part. ModelError as of :func:`check_ranks`."""
-    check_ranks(ranks, spec.heads, spec.kv_heads, spec.head_dim)
-    parts = min(ranks, spec.kv_heads)
-    return replace(spec, heads=spec.heads // parts, kv_heads=spec.kv_heads // parts)
-
-
 def whole_spec(spec: ModelSpec, parts: int) -> ModelSpec:
     """The shape of the model of one of whose ``parts`` it is ``spec``."""
     return replace(spec, heads=spec.heads * parts, kv_heads=spec.kv_heads * parts)

@@ -23,7 +23,7 @@ from saccade.kv.view import KVView
 from saccade.ops.call import Call, Result
 from saccade.ops.cpu_structs import STORAGE, Reads, keys_of, missing, native
 from saccade.ops.reference import soft_capped
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Tri, Windowed
 
 MAX_HEAD_DIM = 1024
 _NAMES = ("amx_bf16", "avx512_bf16", "avx2", "neon_bf16", "neon", "portable")
@@ -162,15 +162,23 @@ def attend(call: Call) -> Result:
 
 
 def attend_few(
-    q: Tensor, kv: KVView, shape: Shape, *, scale: float, softcap: float | None = None, threads: int | None = None
+    q: Tensor,
+    kv: KVView,
+    selection: Dense | Band,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` of a few rows over all keys, which are read once for all rows, in parts that share out among all
-    threads."""
+    """:func:`attend` of a few rows over all keys or a band, which are read once for all rows, in parts that share out
+    among all threads."""
+    shape = selection.shape
     call = Reads(q, kv, shape, scale, softcap, threads)
+    keys, _ = keys_of(selection)
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[1])
-    kernels().attend_few(call.threads, call.pool, call.table, call.queries(0, shape.q_len), written)
+    kernels().attend_few(call.threads, call.pool, call.table, call.queries(0, shape.q_len), keys, written)
     return out, lse
 
 

@@ -89,8 +89,9 @@ class PlannedRow(NamedTuple):
     chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
     blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many.
     ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
-    everything, each up to its own key; ``peaks`` fp32 [layers, length, kv_heads, regions] gets what the heaviest key
-    of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about the last 128 keys.
+    everything or the last keys of a window, each up to its own key; ``peaks`` fp32 [layers, length, kv_heads, regions]
+    gets what the heaviest key of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about
+    the last 128 keys, and in layers whose window hides any.
     ``home``: where its blocks lie if some are in no slot; ``table`` is then its own, and all layers choose blocks.
     ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
     the last of those that they would choose, and layers with a rule before those that they rank; numbers of no block
@@ -156,7 +157,7 @@ class PlannedRows:
         if reads is None:
             return
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
-        reads.tell(self._step, number, row.position + 1, row.summaries, row.codes, noted, units)
+        reads.tell(self._step, number, row.position + row.length, row.summaries, row.codes, noted, units)
         if row.asked is not None:
             self._step.asks(number, row.asked.data_ptr(), row.asked.stride(0) * row.asked.element_size())
         if row.home is not None:

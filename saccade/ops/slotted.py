@@ -53,7 +53,7 @@ def _conv(
     return convolve(hidden_states, weight, bias, activation is not None)
 
 
-def _delta_step(
+def _delta(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,32 +61,21 @@ def _delta_step(
     beta: Tensor,
     initial_state: Slots,
     use_qk_l2norm_in_kernel: bool = False,
+    *,
+    by_token: bool,
     **_: Any,
 ) -> tuple[Tensor, Slots]:
+    """``by_token``: for a token of each sequence, else for a prompt."""
+    given = query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel
     if _hosted(initial_state):
-        out = cpu_keeping.delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
-        return out, initial_state
-    from saccade.ops.triton.delta_rule import step
+        return cpu_keeping.delta_rule(*given), initial_state
+    if by_token:
+        from saccade.ops.triton.delta_rule import step
 
-    return step(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel), initial_state
-
-
-def _delta_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Slots,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Slots]:
-    if _hosted(initial_state):
-        out = cpu_keeping.delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel)
-        return out, initial_state
+        return step(*given), initial_state
     from saccade.ops.triton.delta_chunks import prompt
 
-    return prompt(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel), initial_state
+    return prompt(*given), initial_state
 
 
 def _space_step(
@@ -185,9 +174,9 @@ def _limited(step: Callable[..., Any], limits: tuple[float, float]) -> Callable[
 _KERNELS = {
     "causal_conv1d_update": _Kernel("conv_state", 1, _conv_step),
     "causal_conv1d_fn": _Kernel("hidden_states", 0, _conv, ("hidden_states",), 2),
-    "torch_recurrent_gated_delta_rule": _Kernel("initial_state", None, _delta_step),
+    "torch_recurrent_gated_delta_rule": _Kernel("initial_state", None, partial(_delta, by_token=True)),
     "torch_chunk_gated_delta_rule": _Kernel(
-        "initial_state", None, _delta_chunks, ("query", "key", "value", "g", "beta")
+        "initial_state", None, partial(_delta, by_token=False), ("query", "key", "value", "g", "beta")
     ),
     "mamba2_selective_state_update": _Kernel("state", 0, _space_step),
     "mamba2_chunk_scan": _Kernel("initial_states", None, _space_chunks, ("hidden_states", "dt", "B", "C")),

@@ -178,10 +178,13 @@ class Band(Selection):
         return sinks_seen + _length(first, rows + 1, starts, sinks)
 
     def even_pairs(self) -> int | None:
-        if self.shape.q_len > 1:
-            return None
-        visible = self.shape.q_start + 1
-        return min(visible, self.window) + min(max(visible - self.window, 0), self.sinks)
+        def upto(row: int, most: int) -> int:  # of rows before it, of which the i-th reads min(i, most)
+            full = min(row, most)
+            return full * (full + 1) // 2 + (row - full) * most
+
+        first, last, window = self.shape.q_start, self.shape.q_start + self.shape.q_len, self.window
+        seen = upto(last, window) - upto(first, window)
+        return seen + upto(max(last - window, 0), self.sinks) - upto(max(first - window, 0), self.sinks)
 
     def _merge_same(self, other: Selection) -> Selection | None:
         if isinstance(other, Band) and (self.sinks == other.sinks or self.window == other.window):

@@ -11,8 +11,8 @@ LABELS = "labels"  # what blocks are ranked by where every key has a label, whic
 
 
 class PlanSpec(Protocol):
-    """What a plan may hang on. ``windows[i]``: layer i's sliding window in tokens, or None. ``value_dim``: see
-    KVFormat."""
+    """What a plan may hang on. ``windows[i]``: layer i's sliding window in tokens that rules there, or None.
+    ``value_dim``: see KVFormat."""
 
     @property
     def layers(self) -> int: ...
@@ -26,6 +26,25 @@ class PlanSpec(Protocol):
     def windows(self) -> tuple[int | None, ...]: ...
     @property
     def value_dim(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class LayersSpec:
+    """Some layers of a model, none of which has a window that rules: what states of these alone are made for."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None
+
+    @classmethod
+    def of(cls, spec: PlanSpec, layers: int) -> LayersSpec:
+        return cls(layers, spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.layers
 
 
 class Numbers(NamedTuple):

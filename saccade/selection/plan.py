@@ -14,7 +14,7 @@ from typing import Protocol
 
 from saccade.errors import SaccadeError
 from saccade.selection.forms import LABELS, Numbers, PlanSpec, Summarized
-from saccade.selection.readings import Choice, Everything, Reading
+from saccade.selection.readings import Choice, Ends, Everything, Reading
 
 
 class Named(Protocol):
@@ -45,13 +45,13 @@ class DevicePlan:
         return cls(method.text, method.name, tuple(layers))
 
     @classmethod
-    def alike(cls, method: Named, spec: PlanSpec, reading: Reading, dense_layers: int = 0) -> DevicePlan | None:
-        """``reading`` in every layer but the first ``dense_layers``, which read everything. None on models with sliding
-        windows: whether such a layer's window or the method decides hangs on each row's length."""
-        if any(window is not None for window in spec.windows):
-            return None
+    def alike(cls, method: Named, spec: PlanSpec, reading: Reading, dense_layers: int = 0) -> DevicePlan:
+        """``reading`` in every layer but the first ``dense_layers``, which read everything, and but those that have a
+        window, which read their last keys: ``spec`` has the windows that rule rows of one level
+        (selection/levels.py)."""
         dense = min(dense_layers, spec.layers)
-        return cls.of(method, [Everything()] * dense + [reading] * (spec.layers - dense))
+        own = [Everything()] * dense + [reading] * (spec.layers - dense)
+        return cls.of(method, [one if size is None else Ends(0, size) for one, size in zip(own, spec.windows)])
 
     @cached_property
     def form(self) -> tuple[Reading, ...]:
@@ -78,11 +78,6 @@ class DevicePlan:
     def summarized(self) -> Summarized | None:
         """The block summaries that rows keep, if any."""
         return stored(self.layers)
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether every layer reads everything."""
-        return all(one.ends == (0, None) for one in self.layers)
 
     @cached_property
     def keeps(self) -> bool:

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 from saccade.engine.messages import AddRequest, EngineStatistics
 from saccade.engine.settings.config import EngineConfig
-from saccade.engine.stream import AsyncOutputs, Stream
+from saccade.engine.stream import AsyncOutputs
 from saccade.errors import EngineLost, EngineStuck, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 from saccade.server import wire, wire_forms
+from saccade.server.engine_calls import EngineCalls
 from saccade.server.engine_launch import Launched, how, launch
 from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, Starts, look_after, processor_seconds
 from saccade.server.matchers import Compiler
@@ -66,9 +67,7 @@ class EngineProcess(asyncio.Protocol):
         self._take_over(self._launch())
         self.about, self.note = wire_forms.about_of(self._ready.about), self._ready.note
         self.compiler = Compiler(self.tokenizer.hf, self.about.limits.vocab_size, self.about.eos_token_ids)
-        self._number = 0
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
+        self._calls = EngineCalls(self._send, self._unable)
         self._checked: OrderedDict[str, SaccadeError | None] = OrderedDict()
 
     def _began(self, process: subprocess.Popen[bytes]) -> None:
@@ -130,7 +129,7 @@ class EngineProcess(asyncio.Protocol):
         if text not in self._checked:
             error = None
             try:
-                await self._call(wire.CheckPolicy(0, text))
+                await self._calls.call(wire.CheckPolicy(0, text))
             except EngineLost:
                 raise
             except SaccadeError as refused:
@@ -144,23 +143,12 @@ class EngineProcess(asyncio.Protocol):
             raise type(known)(str(known))
 
     async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
-        outputs = AsyncOutputs([one.request_id for one in messages], self._cancel, threads=False)
-        frame = wire.Add(0, [wire_forms.request(one) for one in messages], coming)
-        for message, stream in zip(messages, outputs.streams):
-            self._asked[message.request_id] = stream, message.prompt, outputs
-        try:
-            await self._call(frame)
-        except BaseException as error:
-            for message in messages:
-                self._asked.pop(message.request_id, None)
-            if isinstance(error, asyncio.CancelledError):
-                self._send(wire.Withdraw(frame.call))
-                self._cancel([message.request_id for message in messages])
-            raise
-        return outputs
+        return await self._calls.submit(messages, coming)
 
     async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
-        session: int = await self._call(wire.OpenSession(0, held, wire_forms.encoded(name), wire_forms.encoded(owner)))
+        session: int = await self._calls.call(
+            wire.OpenSession(0, held, wire_forms.encoded(name), wire_forms.encoded(owner))
+        )
         return session
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
@@ -171,29 +159,21 @@ class EngineProcess(asyncio.Protocol):
 
     async def forget(self, session: int | None, name: str, owner: str) -> bool:
         return bool(
-            await self._call(wire.ForgetSession(0, session, wire_forms.encoded(name), wire_forms.encoded(owner)))
+            await self._calls.call(wire.ForgetSession(0, session, wire_forms.encoded(name), wire_forms.encoded(owner)))
         )
 
     async def clear_prefixes(self) -> None:
-        await self._call(wire.ClearPrefixes())
+        await self._calls.call(wire.ClearPrefixes())
 
     async def running_reports(self, most: int) -> list[dict[str, Any]]:
-        reports: list[dict[str, Any]] = await self._call(wire.ReportRunning(0, most))
+        reports: list[dict[str, Any]] = await self._calls.call(wire.ReportRunning(0, most))
         return reports
 
     def statistics(self) -> EngineStatistics:
         return self._statistics
 
     def give_up(self, why: EngineLost) -> None:
-        for number, call in self._calls.items():
-            if not call.done():
-                call.set_exception(why)
-                self._send(wire.Withdraw(number))
-        self._cancel(list(self._asked))
-        for outputs in {id(one): one for _, _, one in self._asked.values()}.values():
-            outputs.lose(why)
-        self._calls.clear()
-        self._asked.clear()
+        self._calls.give_up(why)
 
     def close(self) -> None:
         stuck, self._closing = self._stuck, True
@@ -236,9 +216,11 @@ class EngineProcess(asyncio.Protocol):
         for content in self._frames.feed(data):
             frame = wire.from_engine(content)
             if isinstance(frame, wire.Outputs):
-                self._take(frame)
+                if frame.statistics is not None:
+                    self._statistics = frame.statistics
+                self._calls.put(frame.outputs)
             elif isinstance(frame, wire.Reply):
-                self._replied(frame)
+                self._calls.replied(frame)
             elif isinstance(frame, wire.Beat):
                 self._watch.heard(frame.quiet, frame.processor)
             elif isinstance(frame, wire.Gone):
@@ -292,48 +274,17 @@ class EngineProcess(asyncio.Protocol):
         self._lost = f"{first}; it was started anew too often and stays lost"
         logger.error("the engine stays lost", extra={"fields": {"why": self._lost}})
 
-    def _take(self, frame: wire.Outputs) -> None:
-        if frame.statistics is not None:
-            self._statistics = frame.statistics
-        for output in frame.outputs:
-            known = self._asked.get(output.request_id)
-            if known is not None:
-                known[0].put(wire_forms.step_output(output, known[1]))
-                if output.outcome is not None:
-                    del self._asked[output.request_id]
-
-    def _replied(self, frame: wire.Reply) -> None:
-        call = self._calls.pop(frame.call, None)
-        if call is None or call.done():
-            return
-        if frame.error is None:
-            call.set_result(frame.value)
-        else:
-            call.set_exception(wire_forms.raised(frame.error))
-
     # What goes to it.
 
-    async def _call(self, frame: wire.Frame) -> Any:
-        """Send a frame and wait for its reply."""
+    def _unable(self) -> EngineLost | None:
+        """Why nothing can be asked of it now."""
         if self._lost is not None or self._transport is None:
-            raise EngineLost(self._lost or "this engine has not been started")
-        if self._stuck is not None:
-            raise EngineStuck(self._stuck)
-        self._number += 1
-        frame.call = self._number
-        reply = self._calls[frame.call] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(frame)
-            return await reply
-        finally:
-            self._calls.pop(frame.call, None)
+            return EngineLost(self._lost or "this engine has not been started")
+        return None if self._stuck is None else EngineStuck(self._stuck)
 
     def _send(self, frame: wire.Frame) -> None:
         if self._transport is not None and self._lost is None:
             self._transport.write(wire.framed(frame))
-
-    def _cancel(self, request_ids: Sequence[int]) -> None:
-        self._send(wire.Cancel(0, list(request_ids)))
 
     def _kill(self) -> None:
         if self.process.poll() is None:

@@ -12,7 +12,7 @@ from saccade.engine.messages import AddRequest, MapOrder, RequestOutcome, StepOu
 from saccade.engine.sampling.params import MOST_BIAS, SamplingParams
 from saccade.engine.sampling.steering import Constraint
 from saccade.engine.stream import AsyncOutputs
-from saccade.errors import EngineLost
+from saccade.errors import EngineLost, RequestError, is_of
 from saccade.methods.policy import Policy
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request, from_saccade
@@ -225,9 +225,9 @@ class Generation:
         if outcome.finish_reason == "cancelled":
             raise self._why or ApiError(500, "the request was cancelled", "cancelled")
         if outcome.error is not None:
-            if "RanksLost: " in outcome.error:
+            if is_of(outcome.error_type, EngineLost):
                 raise from_saccade(EngineLost(outcome.error))
-            status = 400 if "RequestError: " in outcome.error else 500
+            status = 400 if is_of(outcome.error_type, RequestError) else 500
             raise ApiError(status, f"the request failed: {outcome.error}", "generation_failed")
 
     def _expire(self, seconds: float, status: int) -> None:

@@ -9,7 +9,6 @@ launched.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
@@ -34,6 +33,7 @@ from saccade.methods.policy import Policy
 from saccade.models.checkpoint import open_config
 from saccade.models.folders import checkpoint_folder
 from saccade.ops import compiling
+from saccade.parent import end_with_parent
 from saccade.server.logs import logger
 from saccade.server.warmed import mark_of
 
@@ -232,10 +232,7 @@ def _nothing() -> tuple[str, float]:
 
 def _as_child(parent: int, descriptors: Sequence[int]) -> None:
     """End with the parent, whatever ends that, and hold nothing of its open; leave signals to it."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(lambda: os.getppid() != parent)
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     for descriptor in descriptors:

@@ -14,7 +14,7 @@ from saccade.engine.sampling.params import SamplingParams
 from saccade.engine.sampling.steering import Constraint
 from saccade.engine.settings.checks import PromptLimits
 from saccade.engine.settings.config import EngineConfig
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, class_name
 from saccade.methods.policy import Policy
 from saccade.server import wire
 from saccade.server.engines import About
@@ -99,16 +99,14 @@ def step_output(given: wire.Output, prompt: list[int]) -> StepOutput:
 def told(error: BaseException) -> tuple[str, str]:
     """An error as it passes."""
     if isinstance(error, SaccadeError):
-        return type(error).__name__, str(error)
+        return class_name(error) or "", str(error)
     return "", f"{type(error).__name__}: {error}"
 
 
 def raised(error: tuple[str, str]) -> Exception:
     """The error of :func:`told`; RuntimeError for one that no user causes."""
     name, message = error
-    kind = getattr(errors, name, None) if name else None
-    known = isinstance(kind, type) and issubclass(kind, SaccadeError)
-    return kind(message) if known else RuntimeError(message)  # type: ignore[misc]
+    return getattr(errors, name)(message) if errors.is_of(name, SaccadeError) else RuntimeError(message)
 
 
 def config_dict(config: EngineConfig) -> dict[str, Any]:

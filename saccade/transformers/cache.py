@@ -19,6 +19,7 @@ from saccade.engine.watch.report import Report
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.interface import LayerAttention
+from saccade.transformers.padding import has_holes, places, whole_mask
 from saccade.transformers.rows import Pass, Places, Row
 from saccade.transformers.runtime import Runtime, runtime_of, text_config, usable
 
@@ -191,36 +192,17 @@ class SaccadeCache(Cache):
             row.report.note(said or "")
         if batch != len(self._rows):
             raise SaccadeError(f"a batch of {batch} on a cache of {len(self._rows)} sequences; begin with a new cache")
-        whole = self._whole_mask(mask, batch, columns)
+        whole = whole_mask(mask, self._mask, batch, self._columns, columns)
         real: list[Places] = [range(columns)] * batch
         if whole is not None:
-            real = [_places(row[self._columns :]) for row in whole]
-            if any(spec_window is not None for spec_window in running.model.spec.windows) and _has_holes(whole):
+            real = [places(row[self._columns :]) for row in whole]
+            if any(spec_window is not None for spec_window in running.model.spec.windows) and has_holes(whole):
                 raise SaccadeError(
                     "attention_mask has padding between tokens, and this model's sliding windows count columns; pad on "
                     "the left alone"
                 )
         self._mask = whole
         return Pass(self.runtime, running, self._rows, self.policy, columns, real, self._totals(columns, batch))
-
-    def _whole_mask(self, mask: Tensor | None, batch: int, columns: int) -> Tensor | None:
-        """bool [batch, columns there are]; None where none is padding. SaccadeError for one that does not go with what
-        is stored."""
-        there = self._columns + columns
-        if mask is None:
-            if self._mask is not None:
-                raise SaccadeError("earlier columns of this cache were padding; give attention_mask with every call")
-            return None
-        if mask.shape != (batch, there):
-            raise SaccadeError(
-                f"attention_mask has shape {tuple(mask.shape)}, and must have {(batch, there)}: a column for each of "
-                f"{self._columns} that are stored and {columns} new ones"
-            )
-        whole = mask.cpu()
-        before = torch.ones(batch, self._columns, dtype=torch.bool) if self._mask is None else self._mask
-        if not torch.equal(whole[:, : self._columns], before):
-            raise SaccadeError("attention_mask calls earlier columns padding that were none, or the other way round")
-        return None if bool(whole.all()) else whole
 
     def _totals(self, columns: int, batch: int) -> list[int] | None:
         """Tokens of each row's prompt that comes in chunks; None where what is given is all."""
@@ -305,18 +287,3 @@ def _free(memories: Memories, ids: set[int]) -> None:
         if one in memories:
             memories.free(one, closes=True)
     ids.clear()
-
-
-def _places(real: Tensor) -> Places:
-    """The true places of a row, as a range where nothing lies between them."""
-    found: list[int] = real.nonzero()[:, 0].tolist()
-    if not found:
-        return range(0)
-    first, last = found[0], found[-1] + 1
-    return range(first, last) if last - first == len(found) else found
-
-
-def _has_holes(mask: Tensor) -> bool:
-    """Whether padding lies between tokens of a row of bool [batch, columns]."""
-    begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0].long()
-    return bool((begins > 1).any())

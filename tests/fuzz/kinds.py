@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.values import NAMES, spoilt, spoilt_bytes, spoilt_tree, value
-from helpers import MATRIX
+from method_matrix import MATRIX
 from tiny_models import make_checkpoint
 
 from saccade import LLM, SamplingParams

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from golden.replay import FILE, MODELS, RUN, answer, checkpoint, load, margin, mixed
-from helpers import MATRIX
+from method_matrix import MATRIX
 
 from saccade.methods.outside import load_outside
 from saccade.methods.policy import Policy

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from golden.replay import checkpoint, greedy, load, margin
-from helpers import MATRIX
+from method_matrix import MATRIX
 from tiny_models import random_ids
 
 from saccade.methods.policy import Policy

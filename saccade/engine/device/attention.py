@@ -124,7 +124,8 @@ class DeviceAttention:
         if limits is not None:
             if self.asked is not None:
                 self.asked.take(layer, group.tokens, q, spec)
-            out, lse = attend_rows(q, pages, limits, scale=spec.scale, softcap=spec.softcap)
+            window = None if reading.ends is None else reading.ends[1]
+            out, lse = attend_rows(q, pages, limits, scale=spec.scale, softcap=spec.softcap, window=window)
             return _with_sinks(out, lse, spec)
         if watch is not None:
             watch.begin("selection")

@@ -34,7 +34,8 @@ from saccade.engine.device.watch import PlacedRow, StepWatch
 from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.steps.paths import EAGER, RECORDED, Path
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult
-from saccade.engine.watch.phase_stats import ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
+from saccade.errors import failure
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
@@ -206,10 +207,11 @@ class DeviceBackend(DeviceServing):
         grouped: dict[int, list[PlacedRow | None]] = {}
         each = pad(max(one.length for one in step.scheduled), 1)
         for one in step.scheduled:
-            planned = self._plans.of(one.policy) if each == 1 else self._plans.verifying(one.policy, each)
+            plans, policy = self._plans, one.policy
+            planned = plans.of(policy, one.stop) if each == 1 else plans.verifying(policy, each, one.stop)
             assert planned.plan is not None
-            memory = memories[one.sequence_id]
-            row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
+            memory, result = memories[one.sequence_id], results[one.request_id]
+            row = PlacedRow(one, memory, planned.plan, result, planned.cones, planned.acting)
             grouped.setdefault(planned.form, []).append(row)
         sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
         rows = [row for own in grouped.values() for row in own if row is not None]
@@ -232,7 +234,6 @@ class DeviceBackend(DeviceServing):
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The pieces of chunks, padded likewise."""
         plan = self._plans.prefilling(EACH)
-        assert plan is not None
         placed: list[PlacedRow | None] = []
         for one in step.scheduled:
             memory, result = memories[one.sequence_id], results[one.request_id]
@@ -258,7 +259,7 @@ class DeviceBackend(DeviceServing):
             raise StepShortError(str(error)) from error
         watch = StepWatch(self.watch, placed, self.runner.device) if self.watch.looks_within else None
         if not self.watch.replays.isdisjoint(step.request_ids) and not key.prefill and times == 1:
-            self._dense, self.fresh = self._replays.run(pool, len(placed), key.longest, buffers), True
+            self._dense, self.fresh = self._replays.run(pool, len(placed), key.longest, buffers, step.seq_lens[0]), True
         kind, forward = self._kind(pool, key, groups, buffers, offers, watch)
         for turn in range(times):
             if turn:
@@ -329,6 +330,9 @@ class DeviceBackend(DeviceServing):
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
         if not self.runs_ahead or not replayed or key.prefill or not may_follow(placed, key):
             return False
+        for row in _rows(placed):
+            if not self._plans.stays(row.scheduled.policy, row.scheduled.stop, row.scheduled.stop + 1):
+                return False  # another layer's window rules from then on
         if key.absent and self.runner.keeping is not None:
             return False  # a step that turns out short runs again, from states that the next one would write over
         return not key.absent or self._tiers.lets_follow(_rows(placed))
@@ -352,7 +356,9 @@ class DeviceBackend(DeviceServing):
         buffers.advance(choice.tokens, swaps=True)
         dense: Tensor | None = None
         if self.watch.replays_next and not launched.key.absent:
-            dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key.longest, buffers)
+            first = _rows(placed)[0]
+            size, later = launched.key.longest, first.scheduled.stop + 1
+            dense = self._replays.run(first.kv.pool, len(placed), size, buffers, later)
         self._tiers.go_ahead()
         for row in _rows(placed):
             if row.memory.kept is not None:
@@ -372,7 +378,7 @@ class DeviceBackend(DeviceServing):
             try:
                 looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number].clone())  # replays share it
             except Exception as error:  # one request's failure must not take the others down
-                row.result.error = f"decode: {type(error).__name__}: {error}"
+                row.result.error, row.result.error_type = failure(error, "decode")
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
@@ -389,11 +395,15 @@ class DeviceBackend(DeviceServing):
             row.result.stay = partial(verified.add_first, one.start, "triton")
             return
         counts = self._rooms.counts.rows[number]
+        if row.acting is not None and 0 not in row.acting:
+            row.result.note(SLIDES)  # notes stand as the layers do
         whole = row.plan.keeps and self._rooms.stored(row, one.stop if times > 0 else one.start)
         backend = "triton (eager)" if self.watch.looks_within else "triton"
         everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
         if everything and not one.policy.decode.means_dense:
             row.result.note(ran_dense("decode", row.plan.method))
+        if row.acting is not None:
+            row.result.note(SLIDES)
         if self.kinds.note is not None:
             row.result.note(self.kinds.note)
         row.result.late[row.plan.name] = counts

@@ -14,10 +14,11 @@ from saccade.engine.device.rows import Asked
 from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.rows.states import follow_prefill
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
-from saccade.engine.watch.phase_stats import ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
+from saccade.errors import failure
 from saccade.methods.base import Chunk, Cost, Method
 from saccade.models.interface import ModelSpec
-from saccade.selection import Dense, Shape
+from saccade.selection import Band, Dense, Shape
 
 EACH = 16  # tokens of a row
 MOST_TOKENS = 128  # of a chunk; more of them keep a GPU busy by themselves
@@ -87,16 +88,23 @@ def settle(
     that it ``asked`` from token ``first`` on."""
     device = memory.kv.pool.storage.device
     shape = Shape.suffix(spec.heads, spec.kv_heads, one.length, one.stop, device)
-    used, method = Dense(shape), one.policy.prefill
+    method = one.policy.prefill
+    slides = [window is not None and window < one.stop for window in spec.windows]
+    used = [
+        Dense(shape) if window is None or not own else Band(shape, window) for window, own in zip(spec.windows, slides)
+    ]
     if not method.means_dense:
-        result.note(ran_dense("prefill", method.name))
+        if any(slides):
+            result.note(SLIDES)
+        if not all(slides):
+            result.note(ran_dense("prefill", method.name))
     if not learns(one):
         if one.start == one.span_start:
             memory.tails = [None] * spec.layers
         if one.ends_span:
             memory.states, memory.watched = [None] * spec.layers, [None] * spec.layers
         nothing = Cost()
-        result.calls += [CallCount(layer, used, nothing, "triton") for layer in range(spec.layers)]
+        result.calls += [CallCount(layer, used[layer], nothing, "triton") for layer in range(spec.layers)]
         return
     assert asked is not None
     for layer in range(spec.layers):
@@ -113,10 +121,10 @@ def settle(
                 past=memory.watched[layer],
                 states=memory.states,
             )
-            follow_prefill(one, memory, chunk, slides=False)
+            follow_prefill(one, memory, chunk, slides[layer])
         except Exception as error:  # the others' rows are stored as they are
-            result.error = f"layer {layer}, {one.phase}: {type(error).__name__}: {error}"
+            result.error, result.error_type = failure(error, f"layer {layer}, {one.phase}")
             return
         for note in chunk.cost.notes:
             result.note(note)
-        result.calls.append(CallCount.of(layer, used, chunk.cost, "triton"))
+        result.calls.append(CallCount.of(layer, used[layer], chunk.cost, "triton"))

@@ -89,18 +89,22 @@ class Preparing:
 
     def _keys(self, policy: Policy, most: int, longest: int) -> Iterator[Key]:
         """Of decode rows, and of pieces of short dense chunks: by length and number."""
-        plans, decode = self._plans, self._plans.of(policy)
+        plans = self._plans
         pieces = plans.prefilling(EACH) if self._pool.states is None else None
         if not policy.prefill.is_dense or policy.decode.tail_rows or policy.decode.watches:
             pieces = None  # the host computes them, or the method learns from them
-        keys = SHORTEST
+        keys, shorter = SHORTEST, 0
         while keys <= longest:
             halves = [most >> turn for turn in range(most.bit_length())]
-            for form, sizes in ((decode.plan, halves), (pieces, [one for one in PIECES if one <= MOST_PIECES])):
-                for rows in sizes if form is not None else ():
-                    assert form is not None
-                    yield Key(((plans.forms.index(form.form), rows),), keys, prefill=form is pieces)
-            keys = rounded_up(keys + 1)
+            found = [one.plan for one in plans.among(policy, shorter + 1, keys)]
+            for form in dict.fromkeys(one.form for one in found if one is not None):
+                for rows in halves:
+                    yield Key(((plans.forms.index(form), rows),), keys)
+            for rows in PIECES if pieces is not None else ():
+                if rows <= MOST_PIECES:
+                    assert pieces is not None
+                    yield Key(((plans.forms.index(pieces.form), rows),), keys, prefill=True)
+            keys, shorter = rounded_up(keys + 1), keys
 
     @torch.inference_mode()
     def _record(self, key: Key) -> bool:

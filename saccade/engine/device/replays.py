@@ -18,7 +18,6 @@ from saccade.engine.device.watch import PlacedRow
 from saccade.engine.watch.estimates import departures
 from saccade.kv.blocks import BlockManager
 from saccade.machine import sent
-from saccade.methods.policy import Policy
 from saccade.ops.triton.common import pad
 
 Kind = Callable[[BlockManager, Key, tuple[Group, ...], RowBuffers], tuple[StepKind, Callable[[], None]]]
@@ -31,9 +30,10 @@ class DenseReplays:
         self._plans, self._kinds, self._kind = plans, kinds, kind
 
     @torch.inference_mode()
-    def run(self, pool: BlockManager, rows: int, longest: int, buffers: RowBuffers) -> Tensor:
-        """Launch a dense step of the first ``rows`` rows: its logits fp32 [>= rows, vocab]."""
-        plan = self._plans.of(Policy()).plan
+    def run(self, pool: BlockManager, rows: int, longest: int, buffers: RowBuffers, length: int) -> Tensor:
+        """Launch a dense step of the first ``rows`` rows, all of the level of ``length`` keys: its logits fp32 [>=
+        rows, vocab]."""
+        plan = self._plans.replaying(length).plan
         assert plan is not None
         group = Group(plan.form, 0, pad(rows, 1))
         key = Key(((self._plans.forms.index(plan.form), group.rows),), longest)

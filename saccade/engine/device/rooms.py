@@ -17,7 +17,7 @@ from saccade.engine.device.watch import PlacedRow
 from saccade.engine.steps.step import StepInput
 from saccade.engine.watch.device_counts import LateCounts
 from saccade.kv.blocks import BlockManager
-from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.device_state import ActingState, DeviceState, Opening
 from saccade.models.interface import ModelSpec
 from saccade.ops.triton.common import pad
 from saccade.selection.plan import DevicePlan
@@ -114,12 +114,13 @@ class RowRooms:
 
     def state(self, row: PlacedRow) -> DeviceState:
         """What the row's decode method keeps on the device."""
-        return row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
+        return row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row), row.acting)
 
     @torch.inference_mode()  # in which the row path's states were made
     def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
-        one = row.scheduled
-        return one.policy.decode.device_state(Opening(states, row.kv, self._spec, one.span_start, one.stop))
+        one, opened = row.scheduled, row.scheduled.policy.decode.device_state
+        opening = Opening(states, row.kv, self._spec, one.span_start, one.stop)
+        return opened(opening) if row.acting is None else ActingState(opening, row.acting, opened)
 
 
 class RowCounts:

@@ -51,7 +51,7 @@ class DeviceServing:
             return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
         if memory.kept is not None and (one.together or memory.kept.spare is None):
             return "rows that may be taken back change states by the host" if one.together else "no second slot is free"
-        planned = self._plans.of(one.policy)
+        planned = self._plans.of(one.policy, one.stop)
         if memory.kv.pool.absent:
             if memory.kv.pool.shares_layers:
                 return "layers read others' KV blocks, which may not be resident"
@@ -60,18 +60,19 @@ class DeviceServing:
             if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
                 return reason
         if planned.plan is not None:
-            if memory.has_state and not planned.plan.keeps:
+            if memory.has_state and not planned.plan.keeps and memory.knows_of(planned.acting):
                 return "the decode method keeps a state that its device plan does not know"
-            if memory.has_gone and not one.policy.decode.evicts:
+            if memory.has_gone and not (one.policy.decode.evicts and memory.gone_within(planned.acting)):
                 return "an earlier turn evicted keys"
-        if one.together and planned.plan is not None and not planned.plan.dense:
-            return "rows with sliding windows are attended one by one"
+        if one.together and any(cone is not None for cone in planned.cones):
+            return "rows under a policy's window are attended one by one"
         return planned.why_not
 
     def why_not(self, policy: Policy) -> str | None:
         """Why no decode row under ``policy`` can be part of a batched step, whatever its request is; None where most
         can."""
-        return self._plans.of(policy).why_not
+        found = [one.why_not for one in self._plans.among(policy, 1, self.runner.spec.max_position)]
+        return None if None in found else found[-1]
 
     def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
         if not self.watch.idle:
@@ -80,8 +81,6 @@ class DeviceServing:
             return "layers that keep a state take prompts by the host"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
-        if self._plans.prefilling(EACH) is None:
-            return "layers with sliding windows are attended by the host"
         return prefill.why_not(one, memory)
 
     def parts(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[list[int]]:
@@ -95,7 +94,7 @@ class DeviceServing:
             if one.phase == "prefill":
                 prefilling[number] = one
                 continue
-            plan, pool = self._plans.of(one.policy).plan, memories[one.sequence_id].kv.pool
+            plan, pool = self._plans.of(one.policy, one.stop).plan, memories[one.sequence_id].kv.pool
             early = plan is not None and not plan.listed and self._tiers.absent(pool)
             kinds[0 if early else 2 if one.together else 1].append(number)
         found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
@@ -103,8 +102,10 @@ class DeviceServing:
 
     def replays(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
         """Whether the device can run a step's rows densely, too, in a step before it: single decode rows whose keys are
-        all there."""
-        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS or self._plans.of(Policy()).plan is None:
+        all there, and for which the same layers' windows rule."""
+        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS:
+            return False
+        if len({self._plans.replaying(length).plan for length in step.seq_lens}) > 1:
             return False
         for index, one in enumerate(step.scheduled):
             memory = memories[one.sequence_id]
@@ -114,15 +115,17 @@ class DeviceServing:
                 return False
         return True
 
-    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
-        """Whether the device can run a step again and again by itself, each row with the token that it chose before:
-        all rows want their likeliest token alone, and nothing on the way asks the host."""
+    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int) -> bool:
+        """Whether the device can run a step ``times`` times by itself, each row with the token that it chose before:
+        all rows want their likeliest token alone, nothing on the way asks the host, and no row outgrows a window."""
         watch = self.watch
         if not watch.idle or watch.audits or watch.replays or watch.bounds or not 0 < len(step) <= MOST_ROWS:
             return False
         for index, one in enumerate(step.scheduled):
-            memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
+            memory, plan = memories[one.sequence_id], self._plans.of(one.policy, one.stop).plan
             if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
+                return False
+            if not self._plans.stays(one.policy, one.stop, one.stop + times - 1):
                 return False
             if self.serves(step, index, memory) is not None:
                 return False

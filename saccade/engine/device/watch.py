@@ -13,6 +13,7 @@ from saccade.engine.attention import Watch
 from saccade.engine.memory.sequence_memory import SequenceMemory
 from saccade.engine.steps.step import RequestResult, ScheduledRequest
 from saccade.engine.watch.observe import AttentionCall
+from saccade.errors import failure
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
@@ -23,13 +24,15 @@ from saccade.selection.plan import DevicePlan
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """One request's row of a batched step, decoded under ``plan``."""
+    """One request's row of a batched step, decoded under ``plan``. ``acting``: the layers where its method decides,
+    where these are not all."""
 
     scheduled: ScheduledRequest
     memory: SequenceMemory
     plan: DevicePlan
     result: RequestResult
     cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
+    acting: tuple[int, ...] | None = None
 
     @property
     def kv(self) -> SequenceKV:
@@ -107,4 +110,4 @@ class StepWatch:
                     AttentionCall(scheduled.request_id, layer, "decode", heads[0], view, selection, spec, heads[1])
                 )
             except Exception as error:  # one request's failure must not take the others down
-                row.result.error = f"layer {layer}, decode: {type(error).__name__}: {error}"
+                row.result.error, row.result.error_type = failure(error, f"layer {layer}, decode")

@@ -30,7 +30,7 @@ class HostedMemory(SequenceMemory):
         self.hosted_kv = HostedKV(kv, known)
         self.hosted_kv.settle()
         self.kv = cast(SequenceKV, self.hosted_kv)  # which rows on a CPU take it for
-        self._hosted, self._on_device, self._opened_by = None, None, None
+        self._hosted, self._on_device, self._opened_by, self._opened_for = None, None, None, None
         self._states = to(memory.states, HOST)
         for name in ("tails", "gone", "watched"):
             setattr(self, name, to(getattr(memory, name), HOST))

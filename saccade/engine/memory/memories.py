@@ -130,6 +130,9 @@ class Memories(dict[int, SequenceMemory]):
         """Keys and values of the tokens that follow. Errors as of ``append_rows``."""
         append_rows(self[sequence].kv, tensors, count)
 
+    def check_known(self) -> None:
+        """SaccadeError where what a method knew of all heads cannot be loaded."""
+
     def load_states(self, sequence: int, known: Mapping[str, list[Any]]) -> None:
         """What the method knew, by the names of ``saved_memory.LISTS``."""
         memory = self[sequence]

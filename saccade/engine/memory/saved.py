@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved_checks import (
     MalformedSession,
     check_counts,
@@ -161,7 +162,7 @@ def finish_restore(
         spec, seen = model.spec, max(wanted, data["seen"])
         dtype = kv.pool.format.dtype
         sizes = [Sizes(spec.layers, spec.heads, *spec.shape(layer), seen, dtype) for layer in range(spec.layers)]
-        memories.load_states(sequence.id, {name: _read_list(name, saved, sizes) for name in LISTS})
+        memories.load_states(sequence.id, {name: _read_list(name, saved, sizes, memories) for name in LISTS})
         memories.load_kept(sequence.id, wanted, under(KEPT, saved.tensors))
     except MalformedSession:
         raise
@@ -182,11 +183,13 @@ def finish_restore(
     return sequence.note
 
 
-def _read_list(name: str, saved: SavedSession, every: list[Sizes]) -> list[Any]:
+def _read_list(name: str, saved: SavedSession, every: list[Sizes], memories: Memories) -> list[Any]:
     """What one of the lists of a memory holds for each layer, of which ``every`` has the sizes. MalformedSession where
-    that cannot be; SaccadeError for states of another version."""
+    that cannot be; SaccadeError for states of another version, or that ``memories`` do not take."""
     loaded = states.load(under(name, saved.tensors), saved.data["memory"][name])
     require(isinstance(loaded, list) and len(loaded) == len(every), f"it has no {name} of {len(every)} layers")
+    if any(one is not None for one in loaded):
+        memories.check_known()
     fitting = Fitting(f"session's {name}")
     try:
         for one, sizes in zip(loaded, every):

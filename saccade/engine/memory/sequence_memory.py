@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -96,6 +96,7 @@ class SequenceMemory:
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None
         self._opened_by: Method | None = None
+        self._opened_for: tuple[int, ...] | None = None
         self._hosted: OnHost | None = None
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
@@ -135,25 +136,35 @@ class SequenceMemory:
     def hosted(self, hosted: OnHost) -> None:
         self._hosted, self._states, self._on_device = hosted, [None] * self.kv.readers, None
 
-    def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
-        """The device state of ``method``; ``opened`` makes one of the states of all layers where there is none."""
+    def on_device(
+        self,
+        method: Method,
+        opened: Callable[[list[Any]], DeviceState],
+        acting: tuple[int, ...] | None = None,
+    ) -> DeviceState:
+        """The device state of ``method`` for rows where it decides in the layers ``acting``, or in all; ``opened``
+        makes one of the states of all layers where there is none."""
         held = self._on_device
-        if held is None or isinstance(held, HostState) or (self._opened_by is not method and self._opened_by != method):
-            held, self._opened_by = opened(self.states), method
+        same = self._opened_for == acting and (self._opened_by is method or self._opened_by == method)
+        if held is None or isinstance(held, HostState) or not same:
+            held, self._opened_by, self._opened_for = opened(self.states), method, acting
             self._on_device = held
         return held
 
-    def on_host(self, method: Method, length: int) -> HostState | None:
-        """The host state of ``method`` for a row that sees ``length`` keys, if one is open."""
+    def on_host(self, method: Method, length: int, acting: tuple[int, ...] | None = None) -> HostState | None:
+        """The host state of ``method`` for a row that sees ``length`` keys, where it decides in the layers ``acting``
+        or in all, if one is open."""
         held = self._on_device
-        same = self._opened_by is method or self._opened_by == method
+        same = self._opened_for == acting and (self._opened_by is method or self._opened_by == method)
         return held if isinstance(held, HostState) and same and length <= held.upto else None
 
-    def opened_on_host(self, method: Method, state: HostState | None) -> HostState | None:
-        """``state``, which was opened with all layers' ``states``, is from now on that of ``method``; None: there is
-        none for these."""
+    def opened_on_host(
+        self, method: Method, state: HostState | None, acting: tuple[int, ...] | None = None
+    ) -> HostState | None:
+        """``state``, which was opened with all layers' ``states``, is from now on that of ``method`` for the layers
+        ``acting``, or all; None: there is none for these."""
         if state is not None:
-            self._on_device, self._opened_by = state, method
+            self._on_device, self._opened_by, self._opened_for = state, method, acting
         return state
 
     @contextmanager
@@ -162,13 +173,13 @@ class SequenceMemory:
         states of the model's own layers are what they were."""
         length = self.kv.length
         own = None if self.kept is None else self.kept.save(length)
-        held = self._states, self._on_device, self._opened_by, self._hosted
+        held = self._states, self._on_device, self._opened_by, self._opened_for, self._hosted
         stands, self._hosted = self.stands, None
         self.states = [None] * self.kv.readers
         try:
             yield
         finally:
-            self._states, self._on_device, self._opened_by, self._hosted = held
+            self._states, self._on_device, self._opened_by, self._opened_for, self._hosted = held
             self.stands = stands
             if self.kept is not None:
                 self.kept.put_back(length, own)
@@ -180,6 +191,16 @@ class SequenceMemory:
             if state is not None:
                 return True
         return self._hosted is not None and self._hosted.has_state
+
+    def knows_of(self, layers: Iterable[int] | None) -> bool:
+        """Whether a decode method knows anything of ``layers``, or of any."""
+        if layers is None or self._hosted is not None:
+            return self.has_state
+        return any(self._states[layer] is not None for layer in layers)
+
+    def gone_within(self, layers: Sequence[int] | None) -> bool:
+        """Whether ``layers``, or all, have all keys that earlier turns evicted."""
+        return layers is None or all(one is None or layer in layers for layer, one in enumerate(self.gone))
 
     @property
     def has_gone(self) -> bool:

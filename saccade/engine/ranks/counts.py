@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.outcomes import Outcome
 from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest, StepInput, StepResult
 from saccade.engine.watch.device_counts import DeviceCounts, LateCounts, selection_kind
@@ -102,7 +102,8 @@ class KeptCounts:
 def joined_counts(parts: Sequence[DeviceCounts], part: HeadPart) -> DeviceCounts:
     """What each rank counted of its heads, of all heads, of which ``part`` says what each has."""
     own, *others = parts
-    total = DeviceCounts(kinds=_kinds(parts), backends=own.backends)
+    kinds, sparse_elsewhere = _kinds(parts)
+    total = DeviceCounts(kinds=kinds, backends=own.backends, sparse_elsewhere=sparse_elsewhere)
     for layer in own.layers:
         total.layers[layer] = _stats([one.layers[layer] for one in parts if layer in one.layers], part.at(layer))
     for one in others:
@@ -113,17 +114,19 @@ def joined_counts(parts: Sequence[DeviceCounts], part: HeadPart) -> DeviceCounts
     return total
 
 
-def _kinds(parts: Sequence[DeviceCounts]) -> dict[str, int]:
+def _kinds(parts: Sequence[DeviceCounts]) -> tuple[dict[str, int], int]:
     """How often which kind of selection ran in calls of all heads. Ranks choose by their own heads: one whose heads all
-    read by lines has lines where another has a mixture, which one process has of all heads."""
-    total = Counter(parts[0].kinds)
+    read by lines has lines where another has a mixture, which one process has of all heads. And in how many calls the
+    heads of the first rank alone read everything."""
+    total, sparse_elsewhere = Counter(parts[0].kinds), 0
     for layer in parts[0].order:
         for kinds in zip(*(_one_by_one(part.order.get(layer, ())) for part in parts)):
             others = set(kinds) - {Dense.__name__.lower()}  # heads that read everything go with any
             if len(set(kinds)) > 1:
+                sparse_elsewhere += kinds[0] not in others
                 total[kinds[0]] -= 1
                 total[others.pop() if len(others) == 1 else Mixed.__name__.lower()] += 1
-    return {kind: calls for kind, calls in total.items() if calls}
+    return {kind: calls for kind, calls in total.items() if calls}, sparse_elsewhere
 
 
 def _one_by_one(order: Sequence[tuple[str, int]]) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 Which of them stay, and are counted, is known to the first rank once it has chosen their tokens. So each row's calls are
 widened to all heads before: a row that verifies reads everything, alike in all heads, unless an earlier turn evicted
-keys by head. Then ranks exchange what these calls read, in the step: keeping them would take a message of its own to
-say which are to be counted. Only processes without GPUs verify rows (rank_limits.py), so no device is waited for.
+keys by head, and costs nothing beside, unless a draft learns from it. Then ranks exchange what these calls read and
+cost, in the step: keeping them would take a message of its own to say which are to be counted. Only processes without
+GPUs verify rows (rank_limits.py), so no device is waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.ranks.counts import exchange
-from saccade.engine.ranks.link import Group
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.outcomes import Outcome
 from saccade.engine.steps.step import CallCount, ReadPairs, RequestResult, StepInput, StepResult
 from saccade.methods.base import Cost
@@ -29,8 +30,8 @@ from saccade.selection.head_part import HeadPart
 def share_rows(
     group: Group, step: StepInput, result: StepResult, outcomes: Sequence[Outcome]
 ) -> list[list[list[_Told]]]:
-    """By rank, what it did in each call of each row that may read unlike in its heads. Nothing is sent where none
-    does; each rank calls it for the same ones."""
+    """By rank, what it did in each call of each row that may read or cost unlike in its heads. Nothing is sent where
+    none does; each rank calls it for the same ones."""
     rows = [row for row, uneven in _rows(step, result, outcomes) if uneven]
     return exchange(group, [[_told(call) for call in row.calls] for row in rows]) if rows else []
 
@@ -51,9 +52,9 @@ def join_rows(
 
 
 def _rows(step: StepInput, result: StepResult, outcomes: Sequence[Outcome]) -> list[tuple[RequestResult, bool]]:
-    """Where the calls of good requests' rows are written down, and whether their heads may read unlike."""
-    good = [(result.requests[one.request_id], at.gone) for one, at in zip(step.scheduled, outcomes) if at.good]
-    return [(row, gone) for request, gone in good for row in request.rows]
+    """Where the calls of good requests' rows are written down, and whether their heads may read or cost unlike."""
+    good = [(result.requests[one.request_id], at.uneven) for one, at in zip(step.scheduled, outcomes) if at.good]
+    return [(row, uneven) for request, uneven in good for row in request.rows]
 
 
 class _Told(NamedTuple):

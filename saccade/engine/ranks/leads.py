@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.engine.ranks.link import RankGroup, RankLink
+from saccade.engine.ranks.link import RankLink
+from saccade.engine.ranks.meeting import RankGroup
 from saccade.engine.ranks.messages import Decision
 from saccade.errors import SaccadeError
 
@@ -21,12 +22,12 @@ class FirstLead:
 
     def takes_ahead(self, own: bool, said: Hashable) -> bool:
         """See Lead."""
-        self._link.tell(Decision(own, said))
+        self._link.decide(Decision(own, said))
         return own
 
     def goes_on(self, own: bool) -> bool:
         """See Lead."""
-        self._link.tell(Decision(own, None))
+        self._link.decide(Decision(own, None))
         return own
 
     def tokens(self, own: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What joins the ranks of one engine: messages from the first to the others, and sums over all of them.
+"""The first rank's side of an engine's other ranks: their processes, the messages to them, and the end of all.
 
-Messages are pickled and go to the other ranks' standard input; sums are engine/ranks/reduce.py's.
+Messages are pickled and go to the other ranks' standard input; what joins tensors is engine/ranks/meeting.py's.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ import logging
 import os
 import pickle
 import select
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from saccade.engine.ranks.meeting import device_reduce
-from saccade.engine.ranks.reduce import Alone, GlooReduce, Reduce
+from saccade.engine.ranks.folder import RankFolder, counts_path, failed, ready, steps_path
+from saccade.engine.ranks.meeting import CPU, Group, RankGroup
+from saccade.engine.ranks.reduce import Alone
 from saccade.engine.ranks.watch import RankWatch, SumCounts
 from saccade.errors import EngineLost, brief
 
@@ -35,82 +34,10 @@ HANG_SECONDS = 6.0  # that a rank which is waited for may use no processor: the 
 DYING_SECONDS = 1.0  # after its connections have broken, that a process takes to be known as dead
 START_SECONDS = 600.0  # to load a model
 COMPILE_SECONDS = 900.0  # that a rank with a GPU may come later: it may compile what others have compiled
-CPU = torch.device("cpu")
 
 
 class RanksLost(EngineLost):
     """A rank that died, does not answer or is out of step. No request of its engine can go on."""
-
-
-class Group(Protocol):
-    """What joins ranks, as they call it: each the same in the same order."""
-
-    ranks: int
-
-    @property
-    def records(self) -> bool: ...
-
-    def sum(self, part: Tensor) -> Tensor: ...
-
-    def gather(self, part: Tensor) -> list[Tensor]: ...
-
-    def first(self, part: Tensor) -> Tensor: ...
-
-    def abort(self) -> None: ...
-
-
-class RankGroup:
-    """What joins ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
-    RuntimeError within ``seconds`` where another one does not come to what runs on the host. Waits for all of them to
-    begin. ``counts`` say when it is in such a sum. Tensors on ``device``, a GPU, are joined there."""
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        ranks: int,
-        seconds: float,
-        counts: SumCounts,
-        device: torch.device = CPU,
-        name: str = "",
-    ) -> None:
-        self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
-        self.broken = False  # whether another rank did not come, by which this one ends
-        self._there: Reduce = self._host
-        if device.type == "cuda":
-            self._there = device_reduce(store, rank, ranks, device, name, self._host)
-
-    @property
-    def records(self) -> bool:
-        """Whether a CUDA graph can record its sums."""
-        return self._there.records
-
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, in the dtype of ``part``: added up in float32 on the host."""
-        return self._run(part, "sum")
-
-    def gather(self, part: Tensor) -> list[Tensor]:
-        """All ranks' parts, which are of one shape and dtype."""
-        return self._run(part, "gather")
-
-    def first(self, part: Tensor) -> Tensor:
-        """The first rank's part; all are of one shape and dtype."""
-        return self._run(part, "first")
-
-    def _run(self, part: Tensor, name: str) -> Any:
-        joins = self._host if part.device.type == "cpu" else self._there
-        if joins is not self._host:
-            return getattr(joins, name)(part)
-        with self.counts.within(self.rank):
-            try:
-                return getattr(joins, name)(part)
-            except RuntimeError:
-                self.broken = True
-                raise
-
-    def abort(self) -> None:
-        """Have a GPU that waits for a rank that is gone wait no longer, and give back what joins them."""
-        self._there.abort()
 
 
 class RankLink:
@@ -123,18 +50,18 @@ class RankLink:
         self.lost: RanksLost | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._group: Group | None = None
-        self._folder = tempfile.mkdtemp(prefix="saccade-ranks-")
+        self._folder = RankFolder()
         self._store = distributed.FileStore(str(self.store_path), ranks)
         self._counts = SumCounts(counts_path(self.store_path), ranks)
         self._steps = SumCounts(steps_path(self.store_path), ranks)
         self._watch: RankWatch | None = None
         self._losing = threading.RLock()
-        self._finalizer = weakref.finalize(self, _end, self.processes, self._folder)
+        self._finalizer = weakref.finalize(self, _end, self.processes, self._folder.remove)
 
     @property
     def store_path(self) -> Path:
         """Where ranks find each other; only this user can read it."""
-        return Path(self._folder) / "store"
+        return self._folder.store
 
     def join(self) -> None:
         """Wait until the other ranks have loaded their models. RanksLost, which names the error, where one fails."""
@@ -169,6 +96,12 @@ class RankLink:
     def tell(self, message: Any) -> None:
         """Send a message to all other ranks. RanksLost where one is gone."""
         self.tell_each([message] * len(self.processes))
+
+    def decide(self, decision: Any) -> None:
+        """Send a decision, for which the others wait within a step. It counts as a sum does, by which they keep pace.
+        RanksLost where one is gone."""
+        with self._counts.within(0):
+            self.tell(decision)
 
     def tell_each(self, messages: Sequence[Any]) -> None:
         """Send each other rank a message of its own. RanksLost where one is gone."""
@@ -271,29 +204,9 @@ class LoneLink(RankLink):
         return Alone(self.ranks)
 
 
-def counts_path(store: Path) -> Path:
-    """Where ranks that find each other at ``store`` count the sums that they have come to."""
-    return store.with_name("counts")
-
-
-def steps_path(store: Path) -> Path:
-    """Where they count the steps that they have begun and ended."""
-    return store.with_name("steps")
-
-
 def patience(device: torch.device) -> float:
     """Seconds that a rank on ``device`` waits on its host for another one that gets on."""
     return ANSWER_SECONDS if device.type == "cpu" else COMPILE_SECONDS
-
-
-def ready(rank: int) -> str:
-    """The key under which a rank says that it has loaded its model."""
-    return f"ready/{rank}"
-
-
-def failed(rank: int) -> str:
-    """The key under which a rank says why it has not, or why it ends."""
-    return f"failed/{rank}"
 
 
 def gather_named(group: Group, name: tuple[int, ...], own: Tensor) -> list[Tensor]:
@@ -317,8 +230,8 @@ def send(process: subprocess.Popen[bytes], data: bytes) -> None:
         left = left[os.write(pipe, left) :]
 
 
-def _end(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
-    """A rank ends at the end of its input; one that does not is killed."""
+def _end(processes: list[subprocess.Popen[bytes]], remove: Callable[[], None]) -> None:
+    """A rank ends at the end of its input; one that does not is killed. ``remove`` what they shared then."""
     for process in processes:
         if process.stdin is not None:
             process.stdin.close()
@@ -328,4 +241,4 @@ def _end(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove()

@@ -1,4 +1,5 @@
-"""What joins the ranks of an engine on their GPUs: chosen by ``SACCADE_REDUCE``, and the same one by all of them.
+"""What joins the ranks of an engine: gloo on their hosts, and on their GPUs what ``SACCADE_REDUCE`` chooses, the same
+one for all of them.
 
 NVLink multicast is left off while they meet: nothing here needs it, and it can hang GPUs that a host shares out.
 ``NCCL_NVLS_ENABLE`` and ``TORCH_SYMM_MEM_DISABLE_MULTICAST`` that are set stay as they are.
@@ -10,14 +11,17 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from saccade.engine.ranks.reduce import GlooReduce, NcclReduce, OneShotReduce, Reduce
+from saccade.engine.ranks.watch import SumCounts
 from saccade.errors import SaccadeError, brief, shown
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 VARIABLE = "SACCADE_REDUCE"
 ONE_SHOT, NCCL, GLOO = "one_shot", "nccl", "gloo"
 CHOICES = f"{ONE_SHOT},{NCCL}", NCCL, f"{ONE_SHOT},{GLOO}", GLOO  # of VARIABLE: what joins few rows, and many
@@ -29,6 +33,77 @@ QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+
+
+class Group(Protocol):
+    """What joins ranks, as they call it: each the same in the same order."""
+
+    ranks: int
+
+    @property
+    def records(self) -> bool: ...
+
+    def sum(self, part: Tensor) -> Tensor: ...
+
+    def gather(self, part: Tensor) -> list[Tensor]: ...
+
+    def first(self, part: Tensor) -> Tensor: ...
+
+    def abort(self) -> None: ...
+
+
+class RankGroup:
+    """What joins ``ranks`` ranks, of which this one is ``rank``, from 0; each calls the same in the same order.
+    RuntimeError within ``seconds`` where another one does not come to what runs on the host. Waits for all of them to
+    begin. ``counts`` say when it is in such a sum. Tensors on ``device``, a GPU, are joined there."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        counts: SumCounts,
+        device: torch.device = CPU,
+        name: str = "",
+    ) -> None:
+        self._host, self.rank, self.ranks, self.counts = GlooReduce(store, rank, ranks, seconds), rank, ranks, counts
+        self.broken = False  # whether another rank did not come, by which this one ends
+        self._there: Reduce = self._host
+        if device.type == "cuda":
+            self._there = device_reduce(store, rank, ranks, device, name, self._host)
+
+    @property
+    def records(self) -> bool:
+        """Whether a CUDA graph can record its sums."""
+        return self._there.records
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, in the dtype of ``part``: added up in float32 on the host."""
+        return self._run(part, "sum")
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' parts, which are of one shape and dtype."""
+        return self._run(part, "gather")
+
+    def first(self, part: Tensor) -> Tensor:
+        """The first rank's part; all are of one shape and dtype."""
+        return self._run(part, "first")
+
+    def _run(self, part: Tensor, name: str) -> Any:
+        joins = self._host if part.device.type == "cpu" else self._there
+        if joins is not self._host:
+            return getattr(joins, name)(part)
+        with self.counts.within(self.rank):
+            try:
+                return getattr(joins, name)(part)
+            except RuntimeError:
+                self.broken = True
+                raise
+
+    def abort(self) -> None:
+        """Have a GPU that waits for a rank that is gone wait no longer, and give back what joins them."""
+        self._there.abort()
 
 
 def asked() -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.saved_memory import OLDER, SavedMemory
 from saccade.engine.memory.sequence_memory import Cut
-from saccade.engine.ranks.link import Group, RankLink, RanksLost
+from saccade.engine.ranks.link import RankLink, RanksLost
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.messages import (
     BeginDrafts,
     BeginTurn,
@@ -37,7 +38,7 @@ from saccade.engine.ranks.messages import (
 from saccade.engine.ranks.states import cut_states, is_state, joined_state
 from saccade.engine.settings.rank_limits import check_policy
 from saccade.engine.steps.carried import Carried
-from saccade.errors import PolicyError, whole_number
+from saccade.errors import PolicyError, SaccadeError, whole_number
 from saccade.kv.held import HeldBlocks
 from saccade.kv.saved import SavedKV
 from saccade.kv.states import StateFormat
@@ -115,10 +116,11 @@ class SharedMemories(Memories):
         self._tell(ForgetStates(sequence))
 
     def save(self, sequence: int, segment: int | None = None, older: Iterable[int] = ()) -> SavedMemory:
-        if self.has_state(sequence):
+        if self[sequence].knows:
+            what = "whose decode method keeps a state" if self.has_state(sequence) else "of which keys were evicted"
             raise PolicyError(
-                f"a session whose decode method keeps a state cannot be saved with tensor_parallel_size="
-                f"{self._link.ranks}; use tensor_parallel_size=1, or a method without one"
+                f"a session {what} cannot be saved with tensor_parallel_size={self._link.ranks}; use "
+                "tensor_parallel_size=1, or a method without one"
             )
         lengths = tuple(older)
         made = super().save(sequence, segment, lengths)
@@ -159,6 +161,12 @@ class SharedMemories(Memories):
     def check_policies(self, policies: Iterable[Policy]) -> None:
         for policy in policies:
             check_policy(self._link.ranks, policy)
+
+    def check_known(self) -> None:
+        raise SaccadeError(
+            f"that is of all heads, which tensor_parallel_size={self._link.ranks} shares out; tensor_parallel_size=1 "
+            "goes on from it"
+        )
 
     def check_kv(self, sequence: int, saved: SavedKV) -> None:
         super().check_kv(sequence, self._part(saved))

@@ -11,8 +11,8 @@ from saccade.engine.ranks.counts import KeptCounts, exchange, keep_counts, keep_
 from saccade.engine.ranks.drafted import share_rows
 from saccade.engine.ranks.findings import AUDIT
 from saccade.engine.ranks.leads import OtherLead
-from saccade.engine.ranks.link import Group, RankGroup
 from saccade.engine.ranks.looks import looking, seen_by
+from saccade.engine.ranks.meeting import Group, RankGroup
 from saccade.engine.ranks.memories import gathered
 from saccade.engine.ranks.messages import (
     Audits,
@@ -40,7 +40,7 @@ from saccade.engine.ranks.messages import (
     TakeSeen,
     Truncate,
 )
-from saccade.engine.ranks.outcomes import outcomes
+from saccade.engine.ranks.outcomes import outcomes, uneven
 from saccade.engine.ranks.watch import SumCounts
 from saccade.engine.ranks.worker import RankWorker, tiered_rows
 from saccade.engine.rows.calls import Setting
@@ -177,8 +177,7 @@ class OtherRank(RankWorker):
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
         with self._in_step():
             result = self.run(step, times, goes_on)
-        gone = [self.memories[one.sequence_id].has_gone for one in step.scheduled]
-        ends = outcomes(self._group, step, result, gone)
+        ends = outcomes(self._group, step, result, uneven(step, result, self.memories))
         keep_moved(step, result, self._kept)
         keep_counts(step, result, ends, tiered_rows(step, self.memories), self._kept)
         share_rows(self._group, step, result, ends)

@@ -1,5 +1,5 @@
-"""Finding the rank that hangs, from the first rank: each rank counts the sums that it has reached in a file that all
-share."""
+"""Finding the rank that hangs, from the first rank: each rank counts the sums and decisions that it has reached in a
+file that all share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Process(Protocol):
 
 
 class SumCounts:
-    """How often each of ``ranks`` ranks has begun or ended a sum, in a file at ``path`` that all of them open."""
+    """How often each of ``ranks`` ranks has begun or ended a sum, or a decision of the first rank (leads.py), in a file
+    at ``path`` that all of them open. All ranks come to the same ones in the same order."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         with path.open("a+b") as file:
@@ -49,9 +50,10 @@ class SumCounts:
         within = [rank for rank, count in enumerate(others, 1) if count == first]
         return first, (late or within) if first % 2 else []
 
-    def inside(self, rank: int) -> bool:
-        """Whether ``rank`` is in one."""
-        return bool(self._counts[rank] % 2)
+    def waits(self, rank: int) -> bool:
+        """Whether ``rank`` is in one that the first rank has not come to. In one that the first has left it is late: a
+        part that it sent before it was stopped, say, is all that the first needed."""
+        return bool(self._counts[rank] % 2) and self._counts[rank] > self._counts[0]
 
 
 class RankWatch:
@@ -104,7 +106,7 @@ class RankWatch:
         """Where the first rank is, and the ranks that it may wait for there."""
         sums, late = self._counts.awaited()
         steps, within = self._steps.awaited()
-        return (sums, steps), {*late, *(rank for rank in within if not self._counts.inside(rank))}
+        return (sums, steps), {*late, *(rank for rank in within if not self._counts.waits(rank))}
 
 
 class Activity(NamedTuple):

@@ -23,8 +23,9 @@ from saccade.engine.ranks.counts import DENSE, KeptCounts, LateOfRanks, drop_cou
 from saccade.engine.ranks.drafted import join_rows, share_rows
 from saccade.engine.ranks.findings import AuditsOfRanks
 from saccade.engine.ranks.leads import FirstLead
-from saccade.engine.ranks.link import Group, RankLink, RanksLost
+from saccade.engine.ranks.link import RankLink, RanksLost
 from saccade.engine.ranks.looks import Looks
+from saccade.engine.ranks.meeting import Group
 from saccade.engine.ranks.memories import SharedMemories
 from saccade.engine.ranks.messages import (
     RecordStep,
@@ -32,7 +33,7 @@ from saccade.engine.ranks.messages import (
     Run,
     TakeCounts,
 )
-from saccade.engine.ranks.outcomes import Outcome, outcomes
+from saccade.engine.ranks.outcomes import Outcome, outcomes, uneven
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult, results_of
 from saccade.engine.watch.device_counts import DeviceCounts
@@ -138,8 +139,7 @@ class FirstRank(RankWorker):
                 result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(failed_rows(step, result)):  # a rank may be lost behind the last sum
                 group, tiered = self._link.group, tiered_rows(step, self.memories)
-                gone = [self.memories[one.sequence_id].has_gone for one in step.scheduled]
-                ends = outcomes(group, step, result, gone)
+                ends = outcomes(group, step, result, uneven(step, result, self.memories))
                 note_failed(step, result, ends)
                 keep_counts(step, result, ends, tiered, self._kept)
                 heads = self.setting.part
@@ -167,7 +167,7 @@ class FirstRank(RankWorker):
         """Have reports ask for what was kept, of the heads of all ranks. Ranks read alike what is dense, where no key
         of some head is gone; what their tiers have moved they know alone."""
         for one, end, moves in zip(step.scheduled, ends, tiered):
-            found, alike = result.requests[one.request_id], one.policy == DENSE and not end.gone and not moves
+            found, alike = result.requests[one.request_id], one.policy == DENSE and not end.uneven and not moves
             for name, own in found.late.items():
                 key = one.request_id, name
                 late = self._late.get(key)

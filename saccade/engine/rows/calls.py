@@ -17,7 +17,8 @@ from saccade.engine.steps.step import CallCount, RequestResult, ScheduledRequest
 from saccade.engine.watch.clock import timed
 from saccade.engine.watch.device_counts import selection_kind
 from saccade.engine.watch.observe import AttentionCall
-from saccade.engine.watch.phase_stats import ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
+from saccade.errors import failure
 from saccade.kv.tier import LostKV
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Evicting, Method, Query
@@ -105,7 +106,7 @@ class RequestRows:
     def failed(self, layer: int, error: Exception) -> None:
         """Pass over these rows of the request, and those after them, from now on."""
         for result in self.results:
-            result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
+            result.error, result.error_type = failure(error, f"layer {layer}, {self.scheduled.phase}")
             result.lost = isinstance(error, LostKV)
 
 
@@ -185,7 +186,7 @@ def choose(
         else:
             selection = method.select_prefill(chunk)
         if slides and not method.means_dense:
-            rows.result.note("sliding-window layers ran their own window instead of the policy")
+            rows.result.note(SLIDES)
         if type(selection) is Dense and not method.means_dense:
             rows.result.note(ran_dense(scheduled.phase, method.name))
         if chunk.window is not None:

@@ -17,17 +17,19 @@ import torch
 from saccade.engine.rows.calls import RequestRows, Setting
 from saccade.engine.steps.carried import carries
 from saccade.engine.watch.device_counts import LateCounts
-from saccade.engine.watch.phase_stats import ran_dense
+from saccade.engine.watch.phase_stats import SLIDES, ran_dense
 from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import Opening
-from saccade.methods.host_state import HostState
+from saccade.methods.host_state import ActingRows, HostState
 from saccade.methods.verified import Verified
+from saccade.models.interface import ModelSpec
 from saccade.ops import cpu_readings
 from saccade.ops.cpu_plans import Ruled
 from saccade.ops.cpu_readings import Readings, Reads, Seen
-from saccade.selection.forms import MOST, Summarized
+from saccade.selection.forms import Summarized
+from saccade.selection.levels import Levels
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Everything
+from saccade.selection.readings import Ends, Everything
 from saccade.selection.visible import VisibleKeys
 
 PLANS = 4096  # of methods used last
@@ -35,20 +37,24 @@ SEVERAL_SIZES = "layers have heads of more than one size"
 
 
 class Prepared(NamedTuple):
-    """``readings``: None where each sequence has its own."""
+    """``readings``: None where each sequence has its own. ``acting``: the layers where the method decides, where these
+    are not all."""
 
     plan: DevicePlan
     readings: Readings | None
+    acting: tuple[int, ...] | None = None
 
 
 class FixedRow(NamedTuple):
-    """A row that needs no help of its method in this step. ``state``: what its sequence knows, where that matters."""
+    """A row that needs no help of its method in this step. ``state``: what its sequence knows, where that matters.
+    ``acting`` as of :class:`Prepared`."""
 
     rows: RequestRows
     plan: DevicePlan
     reads: Reads
     state: HostState | None
     weighs: bool = False  # rows of a verification that say where they looked
+    acting: tuple[int, ...] | None = None
 
 
 class FixedPlans:
@@ -57,7 +63,9 @@ class FixedPlans:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._everything = Readings([Everything()] * setting.spec.layers)
-        self._least_window = min((one for one in setting.spec.windows if one is not None), default=MOST)
+        windows = setting.spec.windows
+        self._dense = Readings([Everything() if one is None else Ends(0, one) for one in windows])
+        self._levels = Levels(windows)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
@@ -69,21 +77,23 @@ class FixedPlans:
         several = len(rows.memory.kv.parts) > 1
         if rows.together:
             plan, window = rows.scheduled.policy.decode.device_plan(self.setting.spec), rows.scheduled.policy.window
-            if plan is None or not plan.dense or (window is not None and window.acts(self.setting.spec.layers)):
-                return "rows with sliding windows are attended one by one"
+            if plan is None or (window is not None and window.acts(self.setting.spec.layers)):
+                return "rows under a policy's window are attended one by one"
             weighs = not several and self._weighs(rows.scheduled.policy.decode)
-            return FixedRow(rows, plan, self._everything, None, weighs)
+            return FixedRow(rows, plan, self._dense, None, weighs)
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
-        prepared = self._plan(method, length <= self._least_window)
+        level = self._levels.of(length)
+        acting = self._levels.acting(level) if level else None
+        prepared = self._plan(method, level)
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
         if several:  # a plan that chooses says for how many KV heads, and states have as many
             alike = fixed is not None and fixed.plan.choice is None and fixed.plan.blocks is None
             return fixed if fixed is not None and alike else SEVERAL_SIZES
         if fixed is not None:
             return fixed
-        state = rows.memory.on_host(method, length)  # what its method has told the kernels of its state
+        state = rows.memory.on_host(method, length, acting)  # what its method has told the kernels of its state
         if state is None:
-            state = rows.memory.opened_on_host(method, self._opened(rows, rows.memory.states))
+            state = rows.memory.opened_on_host(method, self._opened(rows, rows.memory.states, level, acting), acting)
         if state is None:
             return prepared if isinstance(prepared, str) else f"'{method.text}': the kernels do not serve its state"
         if window is not None and not state.windows:
@@ -92,17 +102,15 @@ class FixedPlans:
             state.grow(length)
         reads = state.reads(length, window)
         if reads is not None:
-            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state)
-        if length > self._least_window:
-            return "which layers read what hangs on their own windows"
-        return FixedRow(rows, *self._whole(method, window), state)
+            return prepared if isinstance(prepared, str) else FixedRow(rows, prepared.plan, reads, state, acting=acting)
+        return FixedRow(rows, *self._whole(method, window, level), state, acting=acting)
 
     def of_blocks(self, rows: RequestRows) -> FixedRow | None:
         """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
         None else."""
         if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
             return None
-        prepared = self._plan(rows.method, False)
+        prepared = self._plan(rows.method, self._levels.of(rows.scheduled.stop))
         fixed = None if isinstance(prepared, str) else self._read(rows, prepared)
         if fixed is None:
             return None
@@ -125,9 +133,12 @@ class FixedPlans:
 
     def _read(self, rows: RequestRows, prepared: Prepared) -> FixedRow | None:
         """A row that the kernels read by its plan alone."""
-        if prepared.readings is None or rows.memory.has_state or rows.scheduled.policy.window is not None:
+        memory = rows.memory
+        if prepared.readings is None or rows.scheduled.policy.window is not None:
             return None
-        return FixedRow(rows, prepared.plan, prepared.readings, None)
+        if memory.has_state and memory.knows_of(prepared.acting):
+            return None
+        return FixedRow(rows, prepared.plan, prepared.readings, None, acting=prepared.acting)
 
     def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
         """Count a row that was attended in every layer, and what rules let it do."""
@@ -140,6 +151,9 @@ class FixedPlans:
             rows.result.late["host", plan.name] = counts
             rows.result.stay = partial(counts.add_first, rows.scheduled.start, backend)
             return
+        slides = row.acting is not None and not rows.method.means_dense
+        if slides and row.acting and row.acting[0] > 0:
+            rows.result.note(SLIDES)  # notes stand as the layers do
         if state is not None:
             state.done(rows.scheduled.stop)
             if row.reads.tallied:
@@ -151,48 +165,62 @@ class FixedPlans:
         whole = state is not None and state.reads_all(rows.scheduled.stop)
         if counts.add(rows.scheduled.stop, backend, whole=whole) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
+        if slides:
+            rows.result.note(SLIDES)
         rows.result.late["host", plan.name] = counts
 
     def _weighs(self, method: Method) -> bool:
         """Whether the next draft is to know where rows under ``method`` looked."""
         if not isinstance(method, Verified):
             return False
-        prepared = self._plan(method.draft, False)
+        prepared = self._plan(method.draft, 0)
         if isinstance(prepared, str) or prepared.readings is None:
             return False
         return carries(prepared.plan, method.carried)
 
     @torch.inference_mode()  # in which the states were made
-    def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
+    def _opened(
+        self, rows: RequestRows, states: list[Any], level: int, acting: tuple[int, ...] | None
+    ) -> HostState | None:
         one, memory = rows.scheduled, rows.memory
         windowed = one.policy.window is not None
-        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, windowed)
-        return rows.method.host_state(opening)
+        opening = Opening(states, memory.kv, self._spec(level), one.span_start, one.stop, windowed)
+        if acting is None:
+            return rows.method.host_state(opening)
+        own = rows.method.host_state(opening.of(acting)) if acting and not windowed else None
+        return None if own is None else ActingRows(opening, acting, own)
 
     def summarized(self, method: Method) -> Summarized | None:
         """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
-        prepared = self._plan(method, False)
+        prepared = self._plan(method, 0)
         return None if isinstance(prepared, str) or prepared.plan.choice is not None else prepared.plan.blocks
 
-    def _planned(self, method: Method, short: bool) -> Prepared | str:
-        """Or why there is none. ``short``: rows are shorter than all layers' own windows, which then hide nothing."""
-        spec = self.setting.spec
-        if short and any(window is not None for window in spec.windows):
-            spec = replace(spec, windows=(None,) * spec.layers)
+    def _spec(self, level: int) -> ModelSpec:
+        """The model as rows of a level see it."""
+        return replace(self.setting.spec, windows=self._levels.windows_at(level))
+
+    def _planned(self, method: Method, level: int) -> Prepared | str:
+        """Or why there is none."""
+        spec, acting = self._spec(level), self._levels.acting(level) if level else None
         plan = method.device_plan(spec)
         if plan is None:
             return f"'{method.text}': {method.rows_only or 'no plan for this model'}"
-        if len(set(plan.layers)) == 1 and plan.keeps:
-            return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None)
+        if level:
+            plan = replace(plan, name=f"{plan.name}, level {level}")  # it is counted by itself
+        if plan.keeps and len({plan.layers[layer] for layer in acting or range(spec.layers)}) == 1:
+            return Prepared(replace(plan, layers=tuple(one.on_host for one in plan.layers)), None, acting)
         for one in dict.fromkeys(plan.layers):
             if (reason := cpu_readings.serves(one, spec.kv_heads)) is not None:
                 return f"'{method.text}': {reason}"
-        if spec is not self.setting.spec:
-            plan = replace(plan, name=f"{plan.name}, short")  # it is counted by itself
-        return Prepared(plan, Readings(plan.layers))
+        return Prepared(plan, Readings(plan.layers), acting)
 
-    def _plan_of_all(self, method: Method, window: WindowMethod | None) -> tuple[DevicePlan, Readings]:
-        """What rows read that read everything, as far as ``window`` shows it: a plan that is counted by itself."""
+    def _plan_of_all(self, method: Method, window: WindowMethod | None, level: int) -> tuple[DevicePlan, Readings]:
+        """What rows of a level read that read everything, as far as ``window`` shows it at the level 0, or the layers'
+        own windows at others: a plan that is counted by itself."""
+        if level:
+            sizes = self._levels.windows_at(level)
+            own = [Everything() if size is None else Ends(0, size) for size in sizes]
+            return DevicePlan(f"{method.text}, all, level {level}", method.name, tuple(own)), Readings(own)
         layers = self.setting.spec.layers
         cones = [None if window is None else window.at(layer, layers) for layer in range(layers)]
         seen = [Everything() if cone is None else VisibleKeys(cone=cone) for cone in cones]

@@ -16,7 +16,7 @@ from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, debug, triton
 from saccade.ops.backends import FA4
-from saccade.selection import Dense
+from saccade.selection import Band, Dense
 
 if TYPE_CHECKING:
     from saccade.ops.triton.prefill_together import Part
@@ -30,7 +30,9 @@ class TogetherRows:
     """Requests of a layer whose rows wait for others like them."""
 
     setting: Setting
-    waiting: dict[int, list[Chosen]] = field(default_factory=dict)  # verifications, by number of rows
+    waiting: dict[tuple[int, int | None], list[Chosen]] = field(
+        default_factory=dict
+    )  # verifications, by rows and window
     chunks: dict[tuple[int, ...], list[Chosen]] = field(default_factory=dict)  # of prefills, by form
 
     def takes(self, q: Tensor, chosen: Chosen) -> bool:
@@ -42,9 +44,14 @@ class TogetherRows:
             return False
         if not chosen.rows.together:
             return self._takes_chunk(q, chosen)
-        if type(selection) is not Dense or chunk.shape.q_start == 0:
+        window = None
+        if isinstance(selection, Band) and not selection.sinks and not chunk.kv.format.joined:
+            window = selection.window
+        elif not isinstance(selection, Dense):
             return False
-        self.waiting.setdefault(chunk.shape.q_len, []).append(chosen)
+        if chunk.shape.q_start == 0:
+            return False
+        self.waiting.setdefault((chunk.shape.q_len, window), []).append(chosen)
         return True
 
     def _takes_chunk(self, q: Tensor, chosen: Chosen) -> bool:
@@ -61,9 +68,9 @@ class TogetherRows:
 
     def run(self, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Attend for the rows that wait, of the packed ``q`` [heads, rows, head_dim], into ``out``."""
-        for count, some in self.waiting.items():
+        for (count, window), some in self.waiting.items():
             try:
-                self._attend(count, some, q, spec, out)
+                self._attend(count, window, some, q, spec, out)
             except Exception as error:
                 for one in some:
                     one.rows.failed(one.chunk.layer, error)
@@ -71,12 +78,14 @@ class TogetherRows:
             self._attend_chunks(some, q, spec, out)
         self.waiting, self.chunks = {}, {}
 
-    def _attend(self, count: int, some: Sequence[Chosen], q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def _attend(
+        self, count: int, window: int | None, some: Sequence[Chosen], q: Tensor, spec: LayerAttention, out: Tensor
+    ) -> None:
         from saccade.ops.triton.few_rows import attend_few  # needs Triton
 
         where = _places([one.rows.first for one in some], count)
         views = [one.chunk.kv for one in some]
-        attended, lse = attend_few(q[:, where], views, scale=spec.scale, softcap=spec.softcap)
+        attended, lse = attend_few(q[:, where], views, scale=spec.scale, softcap=spec.softcap, window=window)
         for number, one in enumerate(some):
             here = slice(number * count, (number + 1) * count)
             ran = Result(attended[:, here], lse[:, here], one.selection, "triton")

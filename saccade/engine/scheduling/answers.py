@@ -10,6 +10,7 @@ from saccade.engine.request import Request
 from saccade.engine.sampling.sampler import top_logprobs
 from saccade.engine.steps.step import LogprobEntries, RequestResult
 from saccade.engine.watch.contradiction import Warnings
+from saccade.errors import failure
 from saccade.models.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Answers:
             return self._take_token(request, result, output)
         except Exception as error:  # as in attention: one request's failure must not take the others down
             logger.debug("choosing a token failed", exc_info=True)
-            request.error = f"choosing a token: {type(error).__name__}: {error}"
+            request.error, request.error_type = failure(error, "choosing a token")
             return "error"
 
     def _take_token(self, request: Request, result: RequestResult, output: StepOutput) -> str | None:
@@ -124,6 +125,7 @@ class Answers:
             stop_reason=request.stop_reason,
             metrics=request.report.metrics(),
             selection_map=None if request.maps is None else request.maps.as_dict(),
+            error_type=request.error_type,
         )
 
     def _record_logprobs(

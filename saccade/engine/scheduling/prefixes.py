@@ -8,7 +8,6 @@ for a row may hang on the later rows of its chunk, so it shares whole chunks.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from saccade.engine.memory.memories import Memories
 from saccade.engine.memory.sequence import common, new_sequence_id
 from saccade.engine.scheduling.prefix_events import KeptBlocks, PrefixListener
-from saccade.engine.scheduling.prefix_hashes import Origin, PrefixHashes
+from saccade.engine.scheduling.prefix_hashes import Origin
+from saccade.engine.scheduling.prefix_index import Donor, PrefixIndex
 from saccade.kv.blocks import BlockManager
-from saccade.kv.held import HeldBlocks
 
 if TYPE_CHECKING:
     from saccade.engine.memory.sequence import Sequence, Span
@@ -28,29 +27,10 @@ if TYPE_CHECKING:
 MOST_KEPT = 1024  # prefixes of ended requests
 
 
-class _Donor:
-    """A sequence that lends, or what is kept of one that ended: all of ``tokens``, in the memory ``id``."""
-
-    def __init__(
-        self, origin: Origin, tokens: list[int], id: int, sequence: Sequence | None, kept: HeldBlocks | None = None
-    ) -> None:
-        self.origin, self.tokens, self.id, self.sequence, self.kept = origin, tokens, id, sequence, kept
-        self.hashes: list[int] = []
-        self.counted = False  # among the queries
-        self.step = 1  # tokens of which others take whole multiples
-
-    @property
-    def kv(self) -> HeldBlocks:
-        if self.kept is not None:
-            return self.kept
-        assert self.sequence is not None
-        return self.sequence.kv
-
-
 class Found(NamedTuple):
     """``length`` tokens can be had of ``donor`` now; ``later``, if more, once a request that runs has computed them."""
 
-    donor: _Donor | None
+    donor: Donor | None
     length: int
     later: int
 
@@ -68,12 +48,10 @@ class PrefixCache:
         if pool.states is not None:
             pool.states.block = pool.format.block_size
         self._size = pool.format.block_size
-        self._hashes = PrefixHashes(self._size)
+        self._index = PrefixIndex(self._size)
         self._held = KeptBlocks(self._size)
-        self._kept: OrderedDict[int, _Donor] = OrderedDict()
-        self._live: dict[Sequence, _Donor] = {}  # until they leave
-        # In order, by the hash of all tokens up to a block's end: hundreds of questions may hold one document.
-        self._places: dict[int, dict[_Donor, None]] = {}
+        self._kept: OrderedDict[int, Donor] = OrderedDict()
+        self._live: dict[Sequence, Donor] = {}  # until they leave
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -111,16 +89,16 @@ class PrefixCache:
         donor = self._live.pop(sequence, None)
         if donor is None:
             return
-        self._forget(donor)
+        self._index.remove(donor)
         length = self._usable(donor)
         if length:
             length = self._going_on(donor, sequence.spans[0], length)
         if keep and length:
             number = new_sequence_id()
             blocks = self.memories.fork(sequence.id, number, length)
-            kept = _Donor(donor.origin, sequence.tokens[:length], number, None, blocks)
+            kept = Donor(donor.origin, sequence.tokens[:length], number, None, blocks)
             kept.step = self._step(sequence.spans[0])
-            self._remember(kept, length)
+            self._index.add(kept, length)
             self._kept[id(kept)] = kept
             blocks.keep()
             self._held.hold(kept.hashes, kept.tokens)
@@ -168,16 +146,16 @@ class PrefixCache:
                 self._end(donor)
             elif left < length:
                 self._held.release(donor.hashes[left // self._size :])
-                self._forget(donor, left)
+                self._index.remove(donor, left)
                 donor.tokens = donor.tokens[:left]
                 self.memories.truncate(donor.id, left)
         return states.orphaned > before
 
-    def _end(self, donor: _Donor) -> None:
+    def _end(self, donor: Donor) -> None:
         """A kept prefix is given up."""
         del self._kept[id(donor)]
         self._held.release(donor.hashes)
-        self._forget(donor)
+        self._index.remove(donor)
         self.memories.free(donor.id, closes=True)
         self.pool.keepers.end(donor.kv.id)
 
@@ -211,7 +189,7 @@ class PrefixCache:
     def _step(self, span: Span) -> int:
         return self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
 
-    def _usable(self, donor: _Donor) -> int:
+    def _usable(self, donor: Donor) -> int:
         """Tokens that others can go on from."""
         sequence = donor.sequence
         if donor.kv.damaged:
@@ -229,12 +207,12 @@ class PrefixCache:
             stop = span.stop
         return self._whole(first, min(stop, sequence.computed))
 
-    def _going_on(self, donor: _Donor, span: Span, length: int) -> int:
+    def _going_on(self, donor: Donor, span: Span, length: int) -> int:
         """Of ``length`` tokens of a donor, as many as one that computes ``span`` can go on from: where layers keep a
         state, there has to be a snapshot."""
         return self.memories.state_before(donor.id, length, lambda at: self._whole(span, at) == at)
 
-    def _enter(self, sequence: Sequence) -> _Donor:
+    def _enter(self, sequence: Sequence) -> Donor:
         """The sequence as one that lends, too, from now on."""
         donor = self._live.get(sequence)
         first = sequence.spans[0]
@@ -246,23 +224,22 @@ class PrefixCache:
         )
         if donor is None or donor.origin != origin:
             if donor is not None:
-                self._forget(donor)
-            donor = self._live[sequence] = _Donor(origin, sequence.tokens, sequence.id, sequence)
-            self._remember(donor, first.stop)
+                self._index.remove(donor)
+            donor = self._live[sequence] = Donor(origin, sequence.tokens, sequence.id, sequence)
+            self._index.add(donor, first.stop)
         return donor
 
-    def _find(self, asking: _Donor, most: int, running: Collection[Request]) -> Found:
+    def _find(self, asking: Donor, most: int, running: Collection[Request]) -> Found:
         assert asking.sequence is not None
         own, span = asking.hashes[: most // self._size], asking.sequence.spans[0]
         donor, length, later = None, 0, 0
         known = {id(asking)}
         while True:
-            # Who holds a block holds all before it: a few looks find the last one with another holder.
-            depth = bisect_left(own, True, key=partial(self._held_by_few, len(known)))
+            depth = self._index.depth(own, len(known))
             reach = self._whole(span, depth * self._size)
             if reach <= length:
                 return Found(donor, length, later)
-            for other in reversed(self._places[own[depth - 1]]):
+            for other in self._index.holders(own[depth - 1]):
                 if id(other) in known:
                     continue
                 known.add(id(other))
@@ -280,30 +257,9 @@ class PrefixCache:
                 if alike > later and turn is not None:
                     later = max(later, min(alike, self._whole(span, turn.spans[0].stop)))
 
-    def _held_by_few(self, count: int, place: int) -> bool:
-        """Whether at most ``count`` prefixes hold a block."""
-        return len(self._places[place]) <= count
-
-    def _used(self, donor: _Donor) -> None:
+    def _used(self, donor: Donor) -> None:
         if id(donor) in self._kept:
             self._kept.move_to_end(id(donor))
-
-    def _remember(self, donor: _Donor, length: int) -> None:
-        donor.hashes = self._hashes.of(donor.origin, donor.tokens, length)
-        for place in donor.hashes:
-            if (holders := self._places.get(place)) is None:
-                self._places[place] = {donor: None}
-            else:
-                holders[donor] = None
-
-    def _forget(self, donor: _Donor, length: int = 0) -> None:
-        """No sequence finds a donor beyond its first ``length`` tokens."""
-        for place in donor.hashes[length // self._size :]:
-            holders = self._places[place]
-            del holders[donor]
-            if not holders:
-                del self._places[place]
-        donor.hashes = donor.hashes[: length // self._size]
 
 
 def _alike(theirs: list[int], ours: list[int], most: int) -> int:

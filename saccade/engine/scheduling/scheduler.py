@@ -13,6 +13,7 @@ from saccade.engine.scheduling.prefixes import PrefixCache
 from saccade.engine.scheduling.step_rows import next_rows
 from saccade.engine.scheduling.token_gap import Suspended
 from saccade.engine.steps.step import ScheduledRequest
+from saccade.errors import failure
 from saccade.kv.blocks import BlockManager
 
 MOST_PASSED = 16  # waiting requests that others pass by, which had better wait: each is looked up in every step
@@ -256,7 +257,8 @@ class Scheduler:
         try:
             request.sequence.kv.reserve(tokens)
         except Exception as error:
-            request.error, request.finish_reason = f"allocating KV blocks: {type(error).__name__}: {error}", "error"
+            request.error, request.error_type = failure(error, "allocating KV blocks")
+            request.finish_reason = "error"
             return False
         return True
 

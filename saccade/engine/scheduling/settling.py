@@ -9,6 +9,7 @@ from saccade.engine.scheduling.answers import Answers
 from saccade.engine.scheduling.prefixes import PrefixCache
 from saccade.engine.scheduling.scheduler import Scheduler
 from saccade.engine.steps.step import RequestResult, ScheduledRequest
+from saccade.errors import failure
 from saccade.machine import trim_memory
 
 TRIM_TOKENS = 2048  # of ended requests, after which freed memory goes back to the system
@@ -25,7 +26,7 @@ class Settling:
     def failed(self, request: Request, error: Exception) -> StepOutput:
         """End a request with an error that is none of its attention's or its sampling's."""
         if not request.finished:
-            request.error = f"{type(error).__name__}: {error}"
+            request.error, request.error_type = failure(error)
             self.finish(request, "error")
         return self._last(request, StepOutput(request.id))
 
@@ -69,7 +70,7 @@ class Settling:
             report.take(row, done, ended)
             stop = row.stop
             if done.error is not None:
-                request.error, reason = done.error, "error"
+                request.error, request.error_type, reason = done.error, done.error_type, "error"
                 break
             sequence.advance(stop)
             if row.wants_logits:
@@ -156,11 +157,11 @@ class Settling:
             output.outcome = self.answers.outcome(request)
         return output
 
-    def abandon(self, error: str) -> list[StepOutput]:
+    def abandon(self, error: str, error_type: str | None = None) -> list[StepOutput]:
         """End all requests that run with ``error``; where none runs, those that wait, or it would fail for ever."""
         outputs = []
         for request in list(self.scheduler.running) or list(self.scheduler.waiting):
-            request.error = error
+            request.error, request.error_type = error, error_type
             self.finish(request, "error")
             outputs.append(self._last(request, StepOutput(request.id)))
         return outputs

@@ -217,7 +217,7 @@ class SparseDrafts:
             try:
                 step = step_input([(one.request, one.row()) for one in drafting])
                 times = min(one.sure for one in drafting)
-                if times > 1 and not self.worker.repeats(step):
+                if times > 1 and not self.worker.repeats(step, times):
                     times = 1
                 result = self.worker.run(step, times)
             except Exception as error:

@@ -209,12 +209,13 @@ class RequestResult:
     ``asked_bytes``: of all parts that it asked for; ``whole``: that was all of its keys, whatever it was to read.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
-    ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
-    attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
-    told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if that is to be
-    know (engine.steps.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token
-    is the same, and the divergence from it in nats. ``path``: which way its rows took through attention;
-    ``passed_on``: why a backend that was asked first did not serve them."""
+    ``error`` of one is that of all after it (``error_type``: what errors.class_name gives for it). Apart from
+    ``undone`` nothing else is filled in then, unless the rows were attended together: ``calls`` are those of all rows,
+    which have but their logits or tokens, and ``stay``, once it is told how many of the first rows do, puts them into
+    ``late``. ``weighed``: where such rows looked, if that is to be know (engine.steps.carried). ``replayed``: beside a
+    dense replay that the device ran, whether the likeliest token is the same, and the divergence from it in nats.
+    ``path``: which way its rows took through attention; ``passed_on``: why a backend that was asked first did not serve
+    them."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -225,6 +226,7 @@ class RequestResult:
     late: dict[Any, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     error: str | None = None
+    error_type: str | None = None
     undone: bool = False
     lost: bool = False
     tiers: TierCounts | None = None

@@ -25,7 +25,8 @@ class DeviceCounts:
     """``layers`` of a request that were called, by number, and how often which ``kinds`` of selection and which
     ``backends`` ran, layers added up. ``order``: by layer, kinds and how many calls in a row had them, where other
     processes may have chosen another kind for their heads. ``tiers``: all that other processes' tiers have moved so
-    far; ``step_bytes``: of keys and values that the last decode step asked for there."""
+    far; ``step_bytes``: of keys and values that the last decode step asked for there. ``sparse_elsewhere``: calls in
+    which the heads here read everything, and others' did not."""
 
     layers: dict[int, LayerStats] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class DeviceCounts:
     order: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     tiers: TierCounts | None = None
     step_bytes: int | None = None
+    sparse_elsewhere: int = 0
 
     def add(self, call: CallCount) -> None:
         """Count one call."""
@@ -82,7 +84,7 @@ class LateCounts:
         everything = False
         for reading, sums in self._sums.items():
             known = reading.cost(length, step)
-            kind = "dense" if whole else known.kind
+            kind = "dense" if whole and not reading.listed else known.kind
             sums.calls += times
             sums.causal += times * length
             sums.even += times * known.keys

@@ -11,6 +11,9 @@ from saccade.engine.steps.step import RequestResult
 from saccade.engine.watch.device_counts import DeviceCounts, selection_kind
 from saccade.engine.watch.layer_stats import LayerStats
 from saccade.kv.tier import TierCounts
+from saccade.selection import Dense
+
+SLIDES = "sliding-window layers ran their own window instead of the policy"  # a note of reports
 
 
 class Late(Protocol):
@@ -35,6 +38,7 @@ class PhaseStats:
     late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
     moved: TierCounts | None = None  # by tiers of other processes, as far as they were asked
     step_bytes: int | None = None  # of keys and values that the last step asked for there
+    sparse_elsewhere: int = 0  # see DeviceCounts
 
     def take(self, result: RequestResult, method: str, tokens: int, seconds: float) -> None:
         """Count what a step did in ``seconds`` under ``method`` (its text) for ``tokens`` rows."""
@@ -55,6 +59,7 @@ class PhaseStats:
 
     def _add_late(self, counts: DeviceCounts) -> None:
         self.moved, self.step_bytes = counts.tiers or self.moved, counts.step_bytes or self.step_bytes
+        self.sparse_elsewhere += counts.sparse_elsewhere
         for layer, stats in counts.layers.items():
             self.layers[layer].plus(stats)
         for have, more in ((self.kinds, counts.kinds), (self.backends, counts.backends)):
@@ -127,6 +132,16 @@ class PhaseStats:
         }
 
 
+RAN_DENSE = "ran dense where its settings or a short context leave nothing to skip"
+
+
 def ran_dense(phase: str, method: str) -> str:
     """The note of a method that chose nothing."""
-    return f"{phase}: '{method}' ran dense where its settings or a short context leave nothing to skip"
+    return f"{phase}: '{method}' {RAN_DENSE}"
+
+
+def holds(note: str, phase: str, stats: PhaseStats) -> bool:
+    """Whether a ``note`` holds of all heads: in another process, whose heads chose something in the same calls, none
+    of ``phase`` may have run dense."""
+    of_dense = note.startswith(f"{phase}: ") and note.endswith(RAN_DENSE)
+    return not of_dense or not stats.sparse_elsewhere or Dense.__name__.lower() in stats.kinds

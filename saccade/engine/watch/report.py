@@ -11,7 +11,7 @@ from saccade.engine.messages import RequestMetrics
 from saccade.engine.steps.step import RequestResult, ScheduledRequest
 from saccade.engine.watch.contradiction import Contradiction
 from saccade.engine.watch.layer_stats import LayerStats
-from saccade.engine.watch.phase_stats import PhaseStats
+from saccade.engine.watch.phase_stats import PhaseStats, holds
 from saccade.kv.tier import TierCounts
 from saccade.methods.policy import Policy
 
@@ -23,7 +23,7 @@ class Speculated(Protocol):
 
 
 class Audited(Protocol):
-    """What was held against dense attention (engine.audit, engine.bounds)."""
+    """What was held against dense attention (engine.watch.audit, engine.watch.bounds)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -189,8 +189,11 @@ class Report:
             "tiers": self._moved(),
             "audit": audit,
             "bounds": None if self.bounds is None else self.bounds.as_dict(),
-            "notes": self.notes + told,
+            "notes": [one for one in self.notes if self._holds(one)] + told,
         }
+
+    def _holds(self, note: str) -> bool:
+        return holds(note, "prefill", self.prefill) and holds(note, "decode", self.decode)
 
     def _moved(self) -> dict[str, Any] | None:
         """What moved between memory and tiers, those of all processes that share the model out."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from saccade.kv.sequence import SequenceKV
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels.store import Labels
 from saccade.ops.row_words import KeyWords
@@ -71,7 +70,7 @@ class RecordedLabels(DeviceState):
     def __init__(self, opening: Opening, labels: Sequence[Labels | None], method: Budgeted | None = None) -> None:
         super().__init__(opening)
         self._labels, self._by = list(labels), method
-        self._catch_up(opening.kv)
+        self._catch_up(opening)
         self.grow(opening.length)
 
     def words(self, layer: int) -> KeyWords:
@@ -100,8 +99,8 @@ class RecordedLabels(DeviceState):
                 labels.length = length
         return self.states
 
-    def _catch_up(self, kv: SequenceKV) -> None:
+    def _catch_up(self, opening: Opening) -> None:
         """Label what the row path has left to its next choice."""
         for layer, labels in enumerate(self._labels):
             if labels is not None:
-                labels.extend(kv.view(layer))
+                labels.extend(opening.view(layer))

@@ -24,21 +24,23 @@ def choose_lines(rows: LayerRows, every: int, due: Due) -> None:
     """Choose the lines of those whose turn it is, from the queries of the last ``every`` steps."""
     device, width, units = rows.q.device, rows.pages.longest, rows.kv_heads
     per = rows.heads // units
-    tile = min(64, pad(per * every))
+    row_bytes = pad(rows.q.shape[2]) * rows.q.element_size()
+    wide = row_bytes > 512  # whose tiles exceed a multiprocessor's shared memory
+    tile, keys = min(32 if wide else 64, pad(per * every)), KEYS // 2 if wide else KEYS
     tiles = triton.cdiv(per * every, tile)
     logs = torch.empty(rows.count * units, tiles * tile, SPLITS, dtype=torch.float32, device=device)
     static = {
         "HEADS": rows.heads, "KV_HEADS": units, "D": rows.q.shape[2], "D_PAD": pad(rows.q.shape[2]),
-        "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": KEYS,
+        "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": keys,
         "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "TYPE": TYPES[rows.q.dtype],
         "num_warps": 4,
-        "num_stages": 2 if pad(rows.q.shape[2]) * rows.q.element_size() > 256 else 3, **launched(device),
+        "num_stages": 2 if row_bytes > 256 else 3, **launched(device),
     }  # fmt: skip
     shared = (rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, due.now)
     numbers = (*rows.pages.table_strides, rows.words.stride(0), rows.scale * LOG2E, rows.softcap or 0.0)
     _row_logs[(SPLITS, units, rows.count)](*shared, logs, *numbers, SPLITS=SPLITS, **static)
     sums = torch.empty(rows.count * units, 2 * width, dtype=torch.float32, device=device)
-    programs = max(1, min(triton.cdiv(width, KEYS), triton.cdiv(8 * processors(device), rows.count * units)))
+    programs = max(1, min(triton.cdiv(width, keys), triton.cdiv(8 * processors(device), rows.count * units)))
     _line_sums[(programs, units, 2 * rows.count)](
         *shared, logs, sums, *numbers, 2 * width, PER_PAD=pad(per), SPLITS=SPLITS, **static
     )

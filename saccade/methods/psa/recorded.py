@@ -13,7 +13,7 @@ class RecordedKeys(RecordedLabels):
 
     def __init__(self, opening: Opening, bits: int) -> None:
         made = [
-            keys_in_few_bits(opening.kv.view(layer), bits) if state is None else state
+            keys_in_few_bits(opening.view(layer), bits) if state is None else state
             for layer, state in enumerate(opening.states)
         ]
         super().__init__(opening, made)

@@ -108,7 +108,7 @@ class RecordedBlocks(KeptLists):
         return [self._settled(state, own, length) for state, own in zip(self.states, self._extremes)]
 
     def _opened(self, layer: int, opening: Opening) -> tuple[Tensor, Tensor]:
-        state, view, stored = self.states[layer], opening.kv.view(layer), opening.length - 1
+        state, view, stored = self.states[layer], opening.view(layer), opening.length - 1
         state.extend(view, stored)
         counts = state.counts(stored)
         extremes = torch.stack(state.extremes(view, counts), 2).to(view.dtype)

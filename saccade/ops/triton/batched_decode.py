@@ -84,6 +84,14 @@ def append_rows(
     )
 
 
+def score_tiles(many: bool, row_bytes: int) -> tuple[int, int, int]:
+    """Blocks a program, warps, stages: of ``many`` scores, and where rows of channels have ``row_bytes``. Wider rows
+    than 512 bytes in as many stages exceed a multiprocessor's shared memory."""
+    if row_bytes > 512:
+        return 32, 4, 2
+    return (64, 4, 3) if many else (32, 4, 4)
+
+
 def score_blocks(
     q: Tensor,
     pages: Pages,
@@ -102,7 +110,8 @@ def score_blocks(
         pointers, size, ends = summaries.pointers, choice.size, (choice.first, choice.last)
         return score_latents(q, pages.lengths, pointers, blocks, size, *ends, choice.ruled)
     scores = torch.empty(batch, choice.units, blocks, dtype=torch.float32, device=q.device)
-    tile, warps, stages = tiles or ((64, 4, 3) if batch * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
+    many = batch * choice.units * blocks >= 64 * 1024
+    tile, warps, stages = tiles or score_tiles(many, pad(head_dim) * q.element_size())
     _score[(triton.cdiv(blocks, tile), choice.units, batch)](
         q,
         pages.lengths,

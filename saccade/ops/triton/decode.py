@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.errors import SaccadeError
 from saccade.kv.row_formats import format_of
 from saccade.ops.layout import rows
 from saccade.ops.triton.batch import KeyLists, Pages, even_splits
@@ -101,6 +102,7 @@ def attend_decode(
     splits: int | None = None,
     tiles: Tiles | None = None,
     limits: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
@@ -110,7 +112,13 @@ def attend_decode(
     ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
     and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then. Of latents
     (``pages.value_dim``) tiles are those of ``latents.tiles_for``, and the first channels of ``out`` count.
+
+    ``window``: a row reads the last so many keys alone of those that it would read without. Others are not looked up,
+    whatever lies there, but for those beside the first row's first one that may share its page. SaccadeError unless it
+    is at least 1, where there are ``lists``, and of latents.
     """
+    if window is not None and (window < 1 or lists is not None or pages.value_dim is not None):
+        raise SaccadeError(f"window must be at least 1, got {window}, without lists, and of keys that are no latents")
     if limits is not None and len(limits) == len(pages.lengths):  # a row of each, which is as long as it reads
         pages, limits = replace(pages, lengths=limits.contiguous()), None
     if pages.value_dim is not None:
@@ -122,6 +130,8 @@ def attend_decode(
         each, batch = batch // len(pages.lengths), len(pages.lengths)
     kv_heads = pages.k.shape[1]
     most = pages.longest if lists is None else lists.longest * lists.size
+    if window is not None:
+        most = min(most, window + each - 1)
     units = kv_heads if lists is None else lists.units
     together = heads // max(kv_heads, units)
     if together * each > most_lines(q):
@@ -185,6 +195,7 @@ def attend_decode(
         MANY=many,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
+        WINDOW=window or 0,
         num_warps=warps,
         num_stages=stages,
         maxnreg=registers if keys * pad(head_dim) * pages.k.element_size() <= 1 << 13 else None,
@@ -205,7 +216,7 @@ def _decode(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, MANY: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
@@ -244,6 +255,11 @@ def _decode(
     )
     step = tl.arange(0, KEYS)
     number, hop = split * KEYS, splits * KEYS
+    if WINDOW > 0:  # tiles begin where the first row does, or the run of keys that it begins in
+        count = tl.max(limit)
+        most = count
+        start = tl.min(tl.where(limit > 0, tl.maximum(limit - WINDOW, 0), count)) // RUN * RUN
+        number += start
     if RUN == 1:
         number += step
     key, other = listed(ids, number, most, RUN, KEYS, SIZE)
@@ -262,6 +278,8 @@ def _decode(
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     tiles = tl.cdiv(count, KEYS)
+    if WINDOW > 0:
+        tiles = tl.cdiv(count - start, KEYS)
     # Where the next keys lie is looked up while a tile is on its way, and their numbers one tile before that. These
     # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
     # here, which would, but at the launch, which concerns what products read.
@@ -283,6 +301,8 @@ def _decode(
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if ROWS > 1:
             scores = tl.where(at[None, :] < limit[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(at[None, :] >= limit[:, None] - WINDOW, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)

@@ -1,5 +1,5 @@
-"""Dense attention of a few last rows of several sequences, which reads the keys of each once for all its rows: the
-counterpart of ``ops.few_rows`` on a GPU.
+"""Dense attention of a few last rows of several sequences, or within a window, which reads the keys of each once for
+all its rows: the counterpart of ``ops.few_rows`` on a GPU.
 
 The rows and the query heads of a KV head are the rows of one tile of the tensor cores, so a verification's attention
 costs about what a decode step's does, as long as memory is what takes the time."""
@@ -28,25 +28,33 @@ FEW = 32  # query heads of a KV head, times rows, that do
 
 
 def attend_rows(
-    q: Tensor, pages: Pages, limits: Tensor, *, scale: float, softcap: float | None = None, tiles: Tiles | None = None
+    q: Tensor,
+    pages: Pages,
+    limits: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    tiles: Tiles | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [n * rows, heads, head_dim], rows of each of the n sequences of ``pages`` one after the other, their keys
-    stored; ``limits`` int32 [n * rows]: how many of its sequence's first keys a row reads, 0 for padding.
-    Returns ``out`` like q and ``lse`` float32 [n * rows, heads]."""
+    stored; ``limits`` int32 [n * rows]: how many of its sequence's first keys a row reads, 0 for padding, or the last
+    ``window`` of them alone. Returns ``out`` like q and ``lse`` float32 [n * rows, heads]."""
     wide = q.shape[0] // len(pages.lengths) * q.shape[1] // pages.k.shape[1]
     tiles = tiles or (None if pad(wide) <= FEW or format_of(pages.k, q.dtype).coded else LARGE)
-    return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, tiles=tiles)
+    return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, tiles=tiles, window=window)
 
 
 def attend_few(
-    q: Tensor, views: Sequence[KVView], *, scale: float, softcap: float | None = None
+    q: Tensor, views: Sequence[KVView], *, scale: float, softcap: float | None = None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``q`` [heads, n * rows, head_dim], the last rows of n sequences of one pool one after the other, which ``views``
-    show with their keys stored. Returns ``out`` like q and ``lse`` float32 [heads, n * rows]."""
+    show with their keys stored; each reads the keys up to its own, or the last ``window`` of them. Returns ``out`` like
+    q and ``lse`` float32 [heads, n * rows]."""
     pages, rows = pages_of(list(views)), q.shape[1] // len(views)
     behind = torch.arange(1 - rows, 1, dtype=torch.int32, device=q.device)
     limits = (pages.lengths[:, None] + behind).flatten()
-    out, lse = attend_rows(q.transpose(0, 1), pages, limits, scale=scale, softcap=softcap)
+    out, lse = attend_rows(q.transpose(0, 1), pages, limits, scale=scale, softcap=softcap, window=window)
     return out.transpose(0, 1), lse.transpose(0, 1)
 
 

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kv.row_formats import format_of
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batch import Pages
 from saccade.ops.triton.batched_guesses import Guesses
@@ -39,25 +38,17 @@ from saccade.ops.triton.common import (
 from saccade.ops.triton.decode import Tiles
 from saccade.ops.triton.merge import merge
 from saccade.ops.triton.microbatches import microbatch_keys, own_counts
+from saccade.ops.triton.progressive_tiles import WINDOW, tiles_for
 from saccade.ops.triton.readers import key_codes, value_codes
 from saccade.ops.triton.stop_rule import follow
 from saccade.selection.forms import Rule
 
 MOST_KEYS = 512  # of one microbatch
-PLAIN = Tiles(keys=64, warps=4, stages=2, registers=128, resident=4)
-CODES = Tiles(keys=64, warps=2, stages=2, registers=None, resident=4)  # of 8 bits
-FEW_CODES = Tiles(keys=64, warps=1, stages=2, registers=None, resident=8)  # and up to 8 query heads to a KV head
-# Of integers with scales, in blocks that are no larger than a tile; and where those programs would not fill the device.
-SCALED = Tiles(keys=32, warps=1, stages=2, registers=None, resident=8)
-SCALED_FEW = Tiles(keys=64, warps=4, stages=2, registers=None, resident=2)
-WINDOW = 64  # published microbatches looked at in one go
 WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
 SHARE = 4  # eighths of the way to the expected stop that are read before the next look
 LONGEST = 4  # turns in one go
-NEARLY = (
-    7  # eighths: where the stop is expected beyond, and half is read or the last time said so, all is read in one go
-)
+NEARLY = 7  # eighths: all is read in one go where the stop is expected beyond and half is read, or lay there before
 
 
 class Progress(NamedTuple):
@@ -70,19 +61,6 @@ class Progress(NamedTuple):
     used: Tensor
     read: Tensor
     coverage: Tensor
-
-
-def tiles_for(q: Tensor, pages: Pages, size: int, units: int) -> Tiles:
-    """For blocks of ``size`` keys and so many units: what was measured on a Hopper GPU (docs/results)."""
-    stored = format_of(pages.k, q.dtype)
-    if not stored.coded or q.dtype == torch.float32 or q.shape[-1] > 128:
-        return PLAIN
-    if pages.k.dtype != torch.int8:
-        few = q.shape[1] <= 8 * pages.k.shape[1] and size <= FEW_CODES.keys
-        return FEW_CODES if few else CODES
-    if size > SCALED.keys:
-        return CODES
-    return SCALED if SCALED.resident * processors(q.device) // units <= WINDOW else SCALED_FEW
 
 
 def attend_progressive(
