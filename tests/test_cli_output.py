@@ -46,6 +46,9 @@ def fork(name, out, words):
     os.close(1) if out is None else os.dup2(out, 1)
     if out is None:
         sys.stdout = None  # as Python begins where it is closed
+    if name == "asked":
+        os.close(0)
+        sys.stdin = None
     main([*asked, *words.split()])
 
 left, pipe = os.pipe()
@@ -53,6 +56,10 @@ os.close(left)
 fork("full", os.open("/dev/full", os.O_WRONLY), "--max-tokens 2")
 fork("closed", None, "--raw --max-tokens 2")
 fork("unread", pipe, "--max-tokens 90 --ignore-eos -q")
+asked = ["chat", "-m", model, "--policy", "dense"]
+fork("asked", os.open(os.devnull, os.O_WRONLY), "")
+asked = ["generate", "-m", model, "-f", "-"]
+fork("asked", os.open(os.devnull, os.O_WRONLY), "")
 """
 
 
@@ -74,16 +81,18 @@ def test_what_cannot_be_opened_is_one_line(args, capfd):
 
 
 def test_output_that_is_full_closed_or_unread(tmp_path, tiny_llama):
-    """What cannot be written is one line and exit code 2; what nobody reads ends in silence."""
+    """What cannot be written is one line and exit code 2; what nobody reads ends in silence, and so does a chat whose
+    input is closed."""
     done = fork_server.run(["-c", FORKS, str(tmp_path), str(tiny_llama)])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:3] == ["full 2", "closed 0", "unread 0"]
+    assert done.stdout.split("\n")[:5] == ["full 2", "closed 0", "unread 0", "asked 0", "asked 2"]
     said = {name: (tmp_path / name).read_text(encoding="utf-8") for name in ("full", "closed", "unread")}
     assert said["full"].startswith("saccade: error: ")
     assert said["full"].count("\n") == 1
     for name in ("closed", "unread"):
         assert said[name].count("\n") <= 1  # the answer's report
         assert "Error" not in said[name]
+    assert (tmp_path / "asked").read_text(encoding="utf-8").startswith("saccade: error: standard input is empty; ")
 
 
 def test_what_cannot_be_written_is_one_line():
@@ -91,6 +100,16 @@ def test_what_cannot_be_written_is_one_line():
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("saccade: error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_an_interrupt_while_commands_are_imported_is_no_traceback(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("saccade.cli.main._mount_bench", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 130
 
 
 def test_output_that_nobody_reads_to_its_end_ends_in_silence():

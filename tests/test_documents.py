@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import subprocess
 import sys
 import zipfile
 
@@ -68,6 +69,15 @@ def test_unicode_text_is_read_however_it_is_written(encoding):
 def test_other_kinds_name_the_tool_that_makes_text_of_them(data, says):
     with pytest.raises(RequestError, match=says):
         text_of(data, "prompt file book.txt")
+
+
+@pytest.mark.parametrize("name", ["book.epub", "book.PDF", "book.docx", "prompt file b.ods", "b.pptx"])
+@pytest.mark.parametrize("data", [b"PK nonsense", b"<!doctype html><p>Log in", b"Not found", b"\x00\x01"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(name, data):
+    """Half a download, or the page that a server sent in its place: neither is the book."""
+    with pytest.raises(RequestError, match=r"is not an? .*: it begins with .*; fetch it again"):
+        text_of(data, name)
+    assert text_of(b"Not found", name.rpartition(".")[0] + ".txt") == "Not found"
 
 
 PAGE = """<!DOCTYPE html>
@@ -204,6 +214,17 @@ def test_a_pdf_is_read_by_pypdf_or_the_way_to_it_is_said(monkeypatch):
     assert text_of(data, "book.pdf") == "The harbour opens at nine.\n"
     with pytest.raises(RequestError, match="a PDF that cannot be read"):
         text_of(data[:40], "book.pdf")
+    assert text_of(b"\r\n" + data, "book.pdf") == "The harbour opens at nine.\n", (
+        "some begin with a few bytes of others"
+    )
+
+
+def test_a_damaged_pdf_is_one_line_of_error():
+    pytest.importorskip("pypdf")
+    read = "from saccade.documents import text_of\ntry: text_of(b'%PDF-1.4 nonsense', 'b.pdf')"
+    code = f"{read}\nexcept ValueError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("square", [0.0, 1e-5, 1e-4])  # of a and b n^2: from none to three times a at 32K

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 from engine_helpers import make
-from tiny_models import one_thread  # noqa: F401
+from tiny_models import (
+    one_thread,  # noqa: F401
+    random_ids,
+)
 
 from saccade import SamplingParams
+from saccade.cli.streaming import _interrupts
 from saccade.engine import loop, stream
+from saccade.engine.watch.pulse import Pulse
 from saccade.errors import SaccadeError
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
@@ -137,3 +144,47 @@ def test_a_closed_engine_says_so(tiny_llama, prompts):
     llm.close()
     with pytest.raises(SaccadeError, match="this engine is closed; make a new LLM"):
         llm.generate(prompts[0], ENDLESS)
+
+
+@pytest.mark.filterwarnings("ignore:a request failed")
+@pytest.mark.parametrize("end", ["close", "close_soon"])
+def test_an_engine_ends_between_two_layers_of_a_chunk(tiny_llama, monkeypatch, end):
+    """A chunk of a long prompt takes minutes on a small machine: neither close() nor the interpreter's end waits so."""
+    begun, layers, told = threading.Event(), [], []
+    layer = Pulse.layer
+
+    def held(pulse):
+        begun.set()
+        until = time.monotonic() + 60
+        while not pulse.over and time.monotonic() < until:
+            time.sleep(0.01)
+        layers.append(pulse.over)
+        layer(pulse)
+
+    llm = make(tiny_llama)
+    pool = llm.pool
+    monkeypatch.setattr(Pulse, "layer", held)
+
+    def ask():
+        try:
+            told.append(llm.generate(random_ids(60, seed=1), SamplingParams(temperature=0, max_tokens=4)))
+        except SaccadeError as error:
+            told.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert begun.wait(60)
+    getattr(llm.loop, end)()
+    asking.join(60)
+    llm.loop.close()
+    assert layers == [True], "the first layer's beginning was its end"
+    assert "this engine was closed" in str(told)
+    assert pool.used_blocks == 0
+    llm.close()
+
+
+def test_without_a_way_to_stop_an_answer_ctrl_c_ends_the_engine():
+    ended = []
+    with pytest.raises(KeyboardInterrupt), _interrupts(None, lambda: ended.append(True)):
+        signal.raise_signal(signal.SIGINT)
+    assert ended == [True]

@@ -17,6 +17,7 @@ from saccade.errors import RequestError
 from saccade.models.facts import facts_of
 from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import load_model
+from saccade.server.engines import about_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 FIRST, SECOND = random_ids(40, seed=1), random_ids(12, seed=2)
@@ -72,6 +73,11 @@ def test_info_says_what_a_file_is(made, capsys):
         facts_of(checkpoint_folder(made["llama"])).parameters,
         256,
     )
+
+
+def test_a_server_names_a_file_without_where_it_lies(made):
+    with LLM(made["llama"], kv_memory="4MiB", max_model_len=64) as llm:
+        assert about_llm(llm).name == "llama.gguf"
 
 
 def test_memory_that_is_short_is_said(made, capsys, monkeypatch):

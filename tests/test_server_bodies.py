@@ -303,7 +303,13 @@ def test_gzip_is_not_unpacked(server):
 
     body = gzip.compress(b'{"prompt": "' + b"x" * 100_000 + b'"}')
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert error(server.client.post("/tokenize", content=body, headers=headers))[0] == 400
+    answer = server.client.post("/tokenize", content=body, headers=headers)
+    assert error(answer)[:2] == (415, "unsupported_media_type")
+    assert "content-encoding 'gzip' is not unpacked" in answer.json()["error"]["message"]
+    plain = server.client.post(
+        "/tokenize", content=b'{"prompt": "x"}', headers={**headers, "content-encoding": "identity"}
+    )
+    assert plain.status_code == 200
 
 
 def test_numbers_that_are_too_long_are_refused(server):

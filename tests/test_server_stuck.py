@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,9 +20,11 @@ from server_helpers import GREEDY, error, parsed, serving, until
 from tiny_models import random_ids
 
 from saccade.engine.settings.config import EngineConfig
+from saccade.engine.watch.pulse import Pulse
 from saccade.server import engine_launch
 from saccade.server.engine_client import EngineProcess
-from saccade.server.engine_watch import MOST_STARTS, PATIENCE, WINDOW, EngineWatch, Starts
+from saccade.server.engine_watch import MOST_STARTS, PATIENCE, WINDOW, EngineWatch, Starts, processor_seconds
+from saccade.server.warming import settle
 
 LIMIT = 0.5
 LONG = {**GREEDY, "max_tokens": 1500}
@@ -76,6 +79,45 @@ def test_a_process_that_is_silent_hangs_unless_it_uses_a_processor():
         assert bool(said[-1]) == hangs
         assert not any(said[:3])
     assert "no sign of life" in told(EngineWatch(2.0, clock=clock), clock, 4)[-1]
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system tells no waiting")
+@pytest.mark.parametrize("whose", ["thread", "process"])
+def test_waiting_for_a_processor_that_others_have_is_no_hanging(whose):
+    """On a busy machine an engine at work may get less of a processor than one that hangs may use."""
+    processors, threads = os.sched_getaffinity(0), threading.active_count()
+    one = {min(processors)}
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    pulse = Pulse()
+    pulse.beat()
+    used = (lambda: pulse.processor) if whose == "thread" else partial(processor_seconds, os.getpid())
+    try:
+        for pid in (0, *(hog.pid for hog in hogs)):
+            os.sched_setaffinity(pid, one)
+        began, before, own = time.perf_counter(), used(), time.thread_time()
+        while time.perf_counter() < began + 2:
+            pass
+        wall, own = time.perf_counter() - began, time.thread_time() - own
+        after = used()
+        assert own < 0.6 * wall, "others had it meanwhile"
+        assert 0.9 * wall < after - before < (1.2 + threads) * wall
+    finally:
+        os.sched_setaffinity(0, processors)
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+def test_what_auto_timed_before_the_first_request_leaves_no_step_that_seems_to_hang(tiny_llama, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("saccade.engine.settings.pays.LENGTHS", (16, 32))
+    monkeypatch.setattr("saccade.engine.settings.pays.PROBE", 8)
+    with make(tiny_llama, policy="auto") as llm:
+        beats = llm.engine.watch.pulse.beats
+        settle(llm)
+        assert llm.engine.watch.pulse.beats > beats, "it was timed"
+        time.sleep(0.05)
+        assert (llm.engine.watch.pulse.quiet, llm.engine.watch.pulse.processor) == (0.0, None)
 
 
 def test_a_watch_that_was_held_up_itself_accuses_nobody():

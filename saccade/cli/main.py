@@ -83,9 +83,9 @@ def main(args: list[str] | None = None) -> None:
     warnings.showwarning = _note
     _prepare_output()
     args = sys.argv[1:] if args is None else args
-    if not args or args[0] not in _known():
-        _mount_bench()  # imports torch; the other commands need not wait for it
     try:
+        if not args or args[0] not in _known():
+            _mount_bench()  # imports torch; the other commands need not wait for it
         if given.wanted(args, os.environ):
             args = given.expanded(args, typer.main.get_command(app), os.environ)
         code = app(args=args, standalone_mode=False, prog_name="saccade")
@@ -116,9 +116,12 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _prepare_output() -> None:
-    """Output that the terminal's encoding has no letters for is spelt out; output without a reader goes nowhere."""
+    """Output that the terminal's encoding has no letters for is spelt out; output without a reader goes nowhere, and
+    from an input that is closed nothing comes."""
+    if sys.stdin is None:  # closed by the parent process, as are those below
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  (for as long as this runs)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent process
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as this runs)
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -22,9 +22,9 @@ def show_stream(
 ) -> RequestOutcome:
     """Print text as it comes, a progress bar on stderr while ``llm`` reads a long prompt; returns how it ended. Ctrl-C
     calls ``stop``, which ends an answer that has begun and lets it stand, or says that it cannot; then, and the second
-    time, it interrupts."""
+    time, it interrupts. Without ``stop`` nothing comes after this: the engine ends, in the midst of a chunk too."""
     outcome: RequestOutcome | None = None
-    with _interrupts(stop), closing(steps), reading(llm, quiet=quiet) as read:  # type: ignore[type-var]
+    with _interrupts(stop, llm.loop.close_soon), closing(steps), reading(llm, quiet=quiet) as read:  # type: ignore[type-var]
         for step in steps:
             outcome = step.outcome
             if step.new_tokens or step.finished:
@@ -39,16 +39,18 @@ def show_stream(
 
 
 @contextmanager
-def _interrupts(stop: Callable[[], bool] | None) -> Iterator[None]:
-    """Within the block Ctrl-C asks ``stop`` first, once."""
-    if stop is None or threading.current_thread() is not threading.main_thread():
+def _interrupts(stop: Callable[[], bool] | None, end: Callable[[], None]) -> Iterator[None]:
+    """Within the block Ctrl-C asks ``stop`` first, once; without one it calls ``end``."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     asked = False
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        if asked or not stop():
+        if stop is None:
+            end()
+        if stop is None or asked or not stop():
             raise KeyboardInterrupt
         asked = True
 

@@ -22,16 +22,28 @@ _OTHERS = (  # first bytes, what it is, and what makes text of it
     (b"\xff\xd8\xff", "a picture", "tesseract FILE book"),
 )
 _LOCKED = "EncryptedPackage".encode("utf-16-le")  # in the directory of an Office file with a password
+_NAMED = {  # endings of names of which no text is meant to be read as it stands
+    ".pdf": "a PDF",
+    ".epub": "an EPUB book",
+    **dict.fromkeys((".docx", ".xlsx", ".pptx"), "an Office file"),
+    **dict.fromkeys((".odt", ".ods", ".odp"), "an OpenDocument file"),
+}
 _HTML = (b"<!doctype html", b"<html", b"<head", b"<body")
 
 
 def text_of(data: bytes, name: str) -> str:
     """The text of a file's bytes: UTF-8, UTF-16 (with its mark, or letters of every other byte), or what is written in
     a PDF, an Office file (DOCX, XLSX, PPTX), an OpenDocument file (ODT, ODS, ODP), an EPUB book or an HTML page.
-    RequestError, with the tool that makes text of it, for other kinds and for what is damaged, locked or without
-    text."""
-    if data.startswith(b"%PDF-"):
+    RequestError, with the tool that makes text of it, for other kinds and for what is damaged, locked, without
+    text, or not what its name says: half a download, or a page that a server sent in its place."""
+    ending = Path(name).suffix.lower()
+    if data.startswith(b"%PDF-") or (ending == ".pdf" and b"%PDF-" in data[:1024]):
         return _pdf(data, name)
+    if ending in _NAMED and data and not data.startswith((b"PK\x03\x04", *(first for first, _, _ in _OTHERS))):
+        raise RequestError(
+            f"{name} is not {_NAMED[ending]}: it begins with {shown(data[:12])}; fetch it again, or give it a name "
+            "that ends in .txt or .html if that is what it holds"
+        )
     if _is_html(data):
         text = html_text(data)
         if not text:
@@ -75,7 +87,9 @@ def _pdf(data: bytes, name: str) -> str:
             f"{name} is a PDF; to have it read: {EXTRA}, or make text of it: pdftotext FILE book.txt"
         ) from None
     import io
+    import logging
 
+    logging.getLogger("pypdf").addHandler(logging.NullHandler())  # it would write to stderr what the error says
     try:
         pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(data)).pages]
     except Exception as error:  # pypdf raises many kinds for what is damaged, and for passwords

@@ -33,6 +33,7 @@ from saccade.engine.messages import (
 from saccade.engine.pieces import Piece, act
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
+from saccade.engine.watch.pulse import EndedError
 from saccade.errors import SaccadeError, failure
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ FORKED = "this LLM was made before its process was forked, and runs in the paren
 def _end_all() -> None:
     """No thread of ours may be at work when the interpreter goes."""
     for thread, loop in list(THREADS.items()):
-        loop.inbox.put(STOP)
+        loop.stop()
         thread.join()
 
 
@@ -126,6 +127,14 @@ class Loop:
         engine = self.engine_ref()
         assert engine is not None, "letters are read while the engine is held"
         return engine
+
+    def stop(self) -> None:
+        """Have the thread end, from any other: between two layers, where it alone runs the model. Several processes
+        that share a step end with it."""
+        engine = self.engine_ref()
+        if engine is not None and engine.link is None:
+            engine.watch.pulse.over = True
+        self.inbox.put(STOP)
 
     def read(self, letter: Letter) -> None:
         """Do what a letter asks for, or put it off."""
@@ -232,6 +241,8 @@ class Loop:
         self._new = False
         try:
             outputs = engine.step()
+        except EndedError:
+            outputs = engine.abandon("this engine was closed")
         except BaseException as error:  # nothing that is one request's own: all that run give up, the loop goes on
             logger.exception("an engine step failed")
             outputs = engine.abandon(*failure(error, "the engine's step failed"))

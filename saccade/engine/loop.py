@@ -237,9 +237,14 @@ class AsyncEngine:
         with self._starting:
             thread, self._thread = self._thread, None
             self._loop.closed = True
-            self._loop.inbox.put(STOP)
+            self._loop.stop()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def close_soon(self) -> None:
+        """Like :meth:`close`, without waiting and without a lock: for handlers of signals, which may come anywhere."""
+        self._loop.closed = True
+        self._loop.stop()
 
     def _send(self, letter: Letter) -> Future[Any]:
         if self._loop.closed:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from saccade.engine.watch.pulse import waited
+
 STEP_LIMIT = 10.0  # seconds
 SHARE = 0.05  # of a processor: an engine that uses more is at work
 PATIENCE = 12  # times the limit that an engine may be at work on one layer
@@ -21,8 +23,9 @@ WINDOW = 600.0
 class EngineWatch:
     """Hears of an engine now and then, and says when it hangs: after ``limit`` seconds in which it neither got on
     (a step, a layer) nor used a processor, and after ``PATIENCE`` times as many in which it did not get on. A large
-    chunk of a prompt, a kernel that is compiled, a model on a slow machine are work, and no hanging. ``used`` tells
-    processor seconds of its process, None where that cannot be known."""
+    chunk of a prompt, a kernel that is compiled, a model on a slow machine are work, and no hanging; nor is waiting
+    for a processor that other programs have, which counts as use of it. ``used`` tells such seconds of its process,
+    None where that cannot be known."""
 
     def __init__(
         self,
@@ -99,9 +102,12 @@ class Starts:
 
 
 def processor_seconds(pid: int) -> float | None:
-    """Of a process, all its threads; None where the system does not say."""
+    """Of a process, all its threads, with the seconds for which they waited for one (``waited``); None where the system
+    does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        tasks = os.listdir(f"/proc/{pid}/task")
+        used = (int(fields[11]) + int(fields[12])) / _TICKS
     except (OSError, ValueError, IndexError):
         return None
+    return used + sum(waited(f"{pid}/task/{task}") for task in tasks)

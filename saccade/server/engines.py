@@ -136,8 +136,8 @@ def about_llm(llm: LLM) -> About:
     """What a server must know of a model."""
     given = str(llm.config.model)
     return About(
-        # Its hub name, or its folder's.
-        name=Path(given).name or given if Path(given).is_dir() else given,
+        # Its hub name, or its folder's or file's: where that lies is no client's affair.
+        name=Path(given).name or given if Path(given).exists() else given,
         path=llm.model.path,
         policy=llm.policy,
         defaults=llm.get_default_sampling_params(),

@@ -163,6 +163,11 @@ class Gate:
             if kind != b"application/json" and not kind.endswith(b"+json"):
                 given = f", not {shown(kind.decode('latin-1'), 60)}" if kind else ""
                 raise ApiError(415, f"the content-type must be application/json{given}", "unsupported_media_type")
+            packed = headers.get(b"content-encoding", b"").strip().lower()
+            if packed not in (b"", b"identity"):
+                given = shown(packed.decode("latin-1"), 60)
+                message = f"content-encoding {given} is not unpacked; send the body as it is, without that header"
+                raise ApiError(415, message, "unsupported_media_type")
             await self.serving.parse(len(body), lambda: check_shape(body, config.max_nesting))
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

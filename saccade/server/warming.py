@@ -110,9 +110,13 @@ def begin(config: EngineConfig, policies: Sequence[Policy], descriptors: Sequenc
 
 
 def settle(llm: LLM) -> None:
-    """Find what a default policy that is settled later may become, before a request has to wait for it."""
-    if llm.policy.deferred:
-        logger.info("auto", extra={"fields": {"offer": llm.engine.automatic.offer().said}})
+    """Find what a default policy that is settled later may become, before a request has to wait for it. What is timed
+    for that runs outside the engine's loop, so that nothing else says when it is over: the pulse rests from here on."""
+    try:
+        if llm.policy.deferred:
+            logger.info("auto", extra={"fields": {"offer": llm.engine.automatic.offer().said}})
+    finally:
+        llm.engine.watch.pulse.rest()
 
 
 def warm(llm: LLM, policies: Sequence[Policy], ahead: KernelsAhead | None = None) -> None:

@@ -84,7 +84,7 @@ class RowAttention:
         return "an audit looks at every layer" if self.setting.watch.audits else None
 
     def run(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, spec: LayerAttention) -> Tensor:
-        self.setting.watch.pulse.beat()
+        self.setting.watch.pulse.layer()
         self._settle_resolved(layer, q, spec)
         served = self.joined is not None or self.hosted or self.resolved
         alone = len(self.rows) == 1 and not served and not batches(self.rows[0], q)

@@ -76,7 +76,7 @@ class JoinedRows:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory; by default of a new tensor."""
         setting = self.setting
-        setting.watch.pulse.beat()
+        setting.watch.pulse.layer()
         if out is None:
             out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         if layer == 0:
