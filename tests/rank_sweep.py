@@ -195,7 +195,6 @@ def sweep(count: int, seed: int = 0, families: list[str] = SERVED, policies: lis
     rng, totals = random.Random(seed), Totals()
     texts = policies or [text for text in dict.fromkeys(METHODS) if why_not(Policy.parse(text)) is None]
     torch.set_num_threads(1)
-    logging.getLogger("saccade").setLevel(logging.ERROR)
     with patch.object(ranks, "subprocess", rank_threads.SUBPROCESS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(count):
@@ -211,6 +210,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", nargs="*", default=SERVED, choices=SERVED)
     chosen = parser.parse_args()
+    logging.getLogger("saccade").setLevel(logging.ERROR)
     found = sweep(chosen.count, chosen.seed, chosen.families)
     rounding = ", ".join(f"{count} over {name}" for name, count in sorted(found.rounding.items())) or "none"
     print(f"{chosen.count} models: {found.equal} equal, by rounding {rounding}, {len(found.wrong)} wrong")

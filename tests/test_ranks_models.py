@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import fork_server
@@ -17,7 +16,7 @@ from saccade import LLM, ranks
 from saccade.errors import ModelError
 from saccade.kv.format import KVFormat
 from saccade.models.loader import load_model
-from saccade.models.shards import Share, shard
+from saccade.models.shards import Share, check_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +25,13 @@ def quickly_started(monkeypatch):
 
 
 def test_heads_that_cannot_be_shared_out(tiny_llama, tmp_path):
-    spec = load_model(tiny_llama).spec
-    assert (shard(spec, 2).heads, shard(spec, 2).kv_heads) == (2, 1)
+    group = SimpleNamespace(sum=lambda part: part)
+    part = load_model(tiny_llama, share=Share(0, 2, lambda: group)).spec
+    assert (part.heads, part.kv_heads) == (2, 1)
     with pytest.raises(ModelError, match="the model's 2 KV heads evenly; use 1 or 2 or 4"):
         LLM(tiny_llama, tensor_parallel_size=3, device="cpu", enable_prefix_caching=False)
     with pytest.raises(ModelError, match="use 1 or 2 or 3 or 6 or 12"):
-        shard(replace(spec, heads=12, kv_heads=6), 4)
+        check_ranks(4, 12, 6, part.head_dim)
 
 
 @pytest.mark.parametrize("width", [48, 51])

@@ -20,6 +20,7 @@ from saccade.ops.triton.batched_decode import append_rows
 from saccade.ops.triton.batched_reading import why_not
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.selection import Dense
+from saccade.selection.readings import Ends
 
 LENGTHS = [41, 0, 97, 200, 333]
 METHODS = [
@@ -251,4 +252,4 @@ def test_what_no_kernel_does_stays_on_the_host():
     sizes = {"layers": 1, "head_dim": DIM, "heads": 4, "kv_heads": 2, "windows": (None,)}
     assert why_not(reading, SimpleNamespace(value_dim=None, **sizes)) is None
     assert "not latents" in why_not(reading, SimpleNamespace(value_dim=16, **sizes))
-    assert RocketKV().device_plan(SimpleNamespace(**{**sizes, "windows": (64,)})) is None
+    assert RocketKV().device_plan(SimpleNamespace(**{**sizes, "windows": (64,)})).layers == (Ends(0, 64),)

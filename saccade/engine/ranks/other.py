@@ -42,7 +42,7 @@ from saccade.engine.ranks.messages import (
 )
 from saccade.engine.ranks.outcomes import outcomes, uneven
 from saccade.engine.ranks.watch import SumCounts
-from saccade.engine.ranks.worker import RankWorker, tiered_rows
+from saccade.engine.ranks.worker import RankWorker, gone_rows, tiered_rows
 from saccade.engine.rows.calls import Setting
 from saccade.engine.steps.step import StepInput, StepResult
 from saccade.engine.watch.audit import AuditOptions, HeadsAudit, RowAudit
@@ -177,7 +177,7 @@ class OtherRank(RankWorker):
             self.memories[one.sequence_id].kv.reserve(one.stop + times - 1)
         with self._in_step():
             result = self.run(step, times, goes_on)
-        ends = outcomes(self._group, step, result, uneven(step, result, self.memories))
+        ends = outcomes(self._group, step, result, uneven(step, result, gone_rows(step, self.memories)))
         keep_moved(step, result, self._kept)
         keep_counts(step, result, ends, tiered_rows(step, self.memories), self._kept)
         share_rows(self._group, step, result, ends)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.engine.memory.memories import Memories
 from saccade.engine.ranks.meeting import Group
 from saccade.engine.steps.step import CallCount, StepInput, StepResult
 from saccade.methods.base import Cost
@@ -24,11 +23,13 @@ class Outcome(NamedTuple):
     uneven: bool
 
 
-def uneven(step: StepInput, result: StepResult, memories: Memories) -> list[bool]:
-    """Of each request of ``step``: whether earlier turns evicted keys of some heads, so that not even dense rows read
-    alike in all of them; or a draft learns from rows that verify, and chooses keys for it, which costs by head."""
-    found = [(memories[one.sequence_id], result.requests[one.request_id].rows) for one in step.scheduled]
-    return [memory.has_gone or any(_has_cost(call) for row in rows for call in row.calls) for memory, rows in found]
+def uneven(step: StepInput, result: StepResult, gone: Sequence[bool]) -> list[bool]:
+    """Of each request of ``step``: whether earlier turns evicted keys of some heads (``gone``), so that not even dense
+    rows read alike in all of them; or a draft learns from rows that verify, and chooses keys for it, which costs by
+    head."""
+    found = [result.requests[one.request_id].rows for one in step.scheduled]
+    costs = [any(_has_cost(call) for row in rows for call in row.calls) for rows in found]
+    return [evicted or cost for evicted, cost in zip(gone, costs, strict=True)]
 
 
 def _has_cost(call: CallCount) -> bool:

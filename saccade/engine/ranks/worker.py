@@ -139,7 +139,7 @@ class FirstRank(RankWorker):
                 result = super().run(step, times, goes_on)
             if self._link.lost is None or not all(failed_rows(step, result)):  # a rank may be lost behind the last sum
                 group, tiered = self._link.group, tiered_rows(step, self.memories)
-                ends = outcomes(group, step, result, uneven(step, result, self.memories))
+                ends = outcomes(group, step, result, uneven(step, result, gone_rows(step, self.memories)))
                 note_failed(step, result, ends)
                 keep_counts(step, result, ends, tiered, self._kept)
                 heads = self.setting.part
@@ -206,6 +206,11 @@ def note_failed(step: StepInput, result: StepResult, ends: Sequence[Outcome]) ->
         if end.here and not end.good:
             found.error = f"{one.phase}: it failed in another rank"
         found.lost = end.lost
+
+
+def gone_rows(step: StepInput, memories: Memories) -> list[bool]:
+    """Of each request of ``step``: whether earlier turns evicted keys here."""
+    return [memories[one.sequence_id].has_gone for one in step.scheduled]
 
 
 def tiered_rows(step: StepInput, memories: Memories) -> list[bool]:
