@@ -13,8 +13,8 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.device import attention as device_attention
 from saccade.engine.device import prefill as device_prefill
-from saccade.engine.device.arranged import Arranging
 from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.device.placed import Arranging
 from saccade.engine.steps.step import ScheduledRequest
 from saccade.methods.policy import Policy
 

@@ -13,7 +13,7 @@ from test_llm_device_prefill import asked, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.device.arranged import Arranging
+from saccade.engine.device.placed import Arranging
 from saccade.engine.rows import attention as host_module
 from saccade.engine.rows import together as host_together
 from saccade.engine.steps.paths import RECORDED

@@ -17,13 +17,11 @@ from torch import Tensor
 from saccade.copied import Copied
 from saccade.engine.attention import StepFailedError, StepShortError, Watch
 from saccade.engine.device import prefill
-from saccade.engine.device.ahead import Ahead, Launched, may_follow
-from saccade.engine.device.arranged import Arranging
+from saccade.engine.device.ahead import Ahead, Launched, Lead, OwnLead, may_follow
 from saccade.engine.device.attention import DeviceAttention, Group
 from saccade.engine.device.audit import StepAudits
-from saccade.engine.device.counted import Counting
 from saccade.engine.device.graphs import GraphStats, Key, StepKind, StepKinds
-from saccade.engine.device.leading import Lead, OwnLead
+from saccade.engine.device.placed import Arranging, Counting
 from saccade.engine.device.prepare import MOST, Prepared, Preparing
 from saccade.engine.device.replays import DenseReplays
 from saccade.engine.device.rooms import EACH, RowRooms
