@@ -14,6 +14,7 @@ from saccade import LLM, SamplingParams
 from saccade.engine.device import attention as device_attention
 from saccade.engine.device import prefill as device_prefill
 from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.device.placed import Arranging
 from saccade.engine.steps.step import ScheduledRequest
 from saccade.methods.policy import Policy
 
@@ -41,13 +42,13 @@ def engines(folder):
 def steps(monkeypatch):
     """The rows of each recorded step that prefilled."""
     seen: list[list[int]] = []
-    real = DeviceBackend._arranged_prefill
+    real = Arranging.prefill
 
     def noted(self, step, memories, results):
         seen.append([one.length for one in step.scheduled])
         return real(self, step, memories, results)
 
-    monkeypatch.setattr(DeviceBackend, "_arranged_prefill", noted)
+    monkeypatch.setattr(Arranging, "prefill", noted)
     return seen
 
 

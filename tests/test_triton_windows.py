@@ -13,7 +13,7 @@ from test_llm_device_prefill import asked, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.device.backend import DeviceBackend
+from saccade.engine.device.placed import Arranging
 from saccade.engine.rows import attention as host_module
 from saccade.engine.rows import together as host_together
 from saccade.engine.steps.paths import RECORDED
@@ -135,13 +135,13 @@ def engines(request, tmp_path_factory):
 def arranged(monkeypatch):
     """How many rows of how many requests each recorded step has."""
     seen: list[tuple[str, list[int]]] = []
-    real = DeviceBackend._arranged
+    real = Arranging.step
 
     def noted(self, step, memories, results, times):
         seen.append((step.scheduled[0].phase, [one.length for one in step.scheduled]))
         return real(self, step, memories, results, times)
 
-    monkeypatch.setattr(DeviceBackend, "_arranged", noted)
+    monkeypatch.setattr(Arranging, "step", noted)
     return seen
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from torch import Tensor
 from saccade.copied import Copied
 from saccade.engine.attention import StepFailedError, StepShortError, Watch
 from saccade.engine.device import prefill
-from saccade.engine.device.ahead import Ahead, Launched, may_follow
+from saccade.engine.device.ahead import Ahead, Launched, Lead, OwnLead, may_follow
 from saccade.engine.device.attention import DeviceAttention, Group
 from saccade.engine.device.audit import StepAudits
-from saccade.engine.device.graphs import GraphStats, Key, StepKind, StepKinds, rounded_up
-from saccade.engine.device.leading import Lead, OwnLead
+from saccade.engine.device.graphs import GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device.placed import Arranging, Counting
 from saccade.engine.device.prepare import MOST, Prepared, Preparing
 from saccade.engine.device.replays import DenseReplays
 from saccade.engine.device.rooms import EACH, RowRooms
@@ -32,17 +31,14 @@ from saccade.engine.device.serving import MOST_ROWS, DeviceServing
 from saccade.engine.device.tap import Tap
 from saccade.engine.device.watch import PlacedRow, StepWatch
 from saccade.engine.memory.sequence_memory import SequenceMemory
-from saccade.engine.steps.paths import EAGER, RECORDED, Path
 from saccade.engine.steps.step import RequestResult, StepInput, StepResult
-from saccade.engine.watch.phase_stats import SLIDES, ran_dense
-from saccade.errors import failure
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
 from saccade.methods.policy import Policy
 from saccade.models.keeping import SlotRows
 from saccade.models.runner import HFRunner
-from saccade.ops.triton.common import clear_kept, pad
+from saccade.ops.triton.common import clear_kept
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class DeviceBackend(DeviceServing):
         self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True
     ) -> None:
         super().__init__(runner, Watch() if watch is None else watch)
-        self.covers = covers
         self.runs_ahead = runner.device.type == "cuda"  # whether steps may be launched before they are asked for
         self.kinds = StepKinds(runner.device, cuda_graphs)
         self.fresh = False  # see StepResult
@@ -79,6 +74,8 @@ class DeviceBackend(DeviceServing):
         self._ahead: Ahead | None = None
         self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._rooms = RowRooms(runner.spec, runner.device, self.kinds)
+        self._arranging = Arranging(self._plans, self._tiers, self.kinds, self.watch, covers)
+        self._counting = Counting(self._rooms, self.kinds, self.watch, runner.spec)
         self._replays = DenseReplays(self._plans, self.kinds, self._kind)
         self._dense: Tensor | None = None  # logits of what ran last, run densely
         self.lead: Lead = OwnLead()
@@ -133,7 +130,7 @@ class DeviceBackend(DeviceServing):
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
         results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
-        placed, key, groups = self._arranged(step, memories, results, times)
+        placed, key, groups = self._arranging.step(step, memories, results, times)
         if (reason := self.kinds.why_not(key)) is not None:
             self.forget_ahead()
             raise StepFailedError(reason)
@@ -161,7 +158,7 @@ class DeviceBackend(DeviceServing):
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
                     row = row if not turn else row.next
-                    self._count(number, row)
+                    self._counting.row(number, row)
                     counted.append((number, row))
             if times > 1:
                 fetch_repeated(self._chosen, placed)
@@ -173,7 +170,7 @@ class DeviceBackend(DeviceServing):
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if (reason := self._tiers.settle(_rows(placed))) is not None:
                 raise StepShortError(reason)
-            self._show(kind, placed)
+            self._counting.show(kind, placed)
         except StepShortError:
             self._clean_up(counted)
             raise
@@ -190,61 +187,13 @@ class DeviceBackend(DeviceServing):
             raise
         self.kinds.succeeded(key)
         if key.prefill:
-            self._learn(step, memories, results, key)
+            self._counting.learn(step, memories, results, key)
         elif audits is not None:
             audits.settle()
         for row in _rows(placed):
             if row.memory.kept is not None:
                 row.memory.kept.moved(times)
         return results
-
-    def _arranged(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], times: int
-    ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
-        """The rows, one form after the other and padded so that few numbers of rows occur."""
-        if step.scheduled[0].phase == "prefill":
-            return self._arranged_prefill(step, memories, results)
-        grouped: dict[int, list[PlacedRow | None]] = {}
-        each = pad(max(one.length for one in step.scheduled), 1)
-        for one in step.scheduled:
-            plans, policy = self._plans, one.policy
-            planned = plans.of(policy, one.stop) if each == 1 else plans.verifying(policy, each, one.stop)
-            assert planned.plan is not None
-            memory, result = memories[one.sequence_id], results[one.request_id]
-            row = PlacedRow(one, memory, planned.plan, result, planned.cones, planned.acting)
-            grouped.setdefault(planned.form, []).append(row)
-        sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
-        rows = [row for own in grouped.values() for row in own if row is not None]
-        absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
-        tapped = not absent and each == times == 1 and not self.watch.audited.isdisjoint(step.request_ids)
-        key = Key(sizes, rounded_up(max(step.seq_lens) + times - 1), absent, tapped)
-        if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
-            key = cover[0]
-        forms = self._plans.forms
-        placed: list[PlacedRow | None] = []
-        groups = []
-        for form, count in key.sizes:
-            own = grouped.get(form, [])
-            groups.append(Group(forms[form], len(placed), count))
-            placed += own + [None] * (count - len(own))
-        return placed, key, tuple(groups)
-
-    def _arranged_prefill(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
-    ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
-        """The pieces of chunks, padded likewise."""
-        plan = self._plans.prefilling(EACH)
-        placed: list[PlacedRow | None] = []
-        for one in step.scheduled:
-            memory, result = memories[one.sequence_id], results[one.request_id]
-            memory.states  # noqa: B018  (back on the host, as they were before these rows)
-            placed += [PlacedRow(piece, memory, plan, result) for piece in prefill.pieces(one)]
-        form, learns = self._plans.forms.index(plan.form), any(map(prefill.learns, step.scheduled))
-        longest = rounded_up(max(step.seq_lens))
-        key = Key(((form, pad(len(placed), 1)),), longest, tapped=learns, prefill=True)
-        if self.covers and (cover := self.kinds.cover(key)) is not None:
-            key = cover[0]
-        return placed + [None] * (key.rows - len(placed)), key, (Group(plan.form, 0, key.rows),)
 
     def _run(
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
@@ -368,63 +317,11 @@ class DeviceBackend(DeviceServing):
         choice.write(tokens, self.runner.spec.vocab_size)
         self._ahead = Ahead.of(launched, placed, tokens, dense)
 
-    def _show(self, kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
-        """Show the logits of decode rows to those who look at them. What they raise fails the request alone."""
-        looks = self.watch.logits
-        for number, row in enumerate(placed if looks is not None else ()):
-            if row is None or row.result.error is not None or row.scheduled.phase != "decode":
-                continue
-            assert looks is not None
-            try:
-                looks(row.scheduled.request_id, row.scheduled.start, kind.logits[number].clone())  # replays share it
-            except Exception as error:  # one request's failure must not take the others down
-                row.result.error, row.result.error_type = failure(error, "decode")
-
-    def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
-        """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
-        one, choice = row.scheduled, row.plan.summarized
-        row.kv.appended(times * one.length)
-        row.result.path = Path(EAGER if self.watch.looks_within else RECORDED)
-        if one.phase == "prefill":
-            return
-        if choice is not None and one.stop // choice.size > one.start // choice.size:
-            row.kv.summarized(choice.summary, choice.size)
-        if one.together:
-            verified = self._rooms.counts.of(one.request_id, row.plan)
-            row.result.late[row.plan.name] = verified
-            row.result.stay = partial(verified.add_first, one.start, "triton")
-            return
-        counts = self._rooms.counts.rows[number]
-        if row.acting is not None and 0 not in row.acting:
-            row.result.note(SLIDES)  # notes stand as the layers do
-        whole = row.plan.keeps and self._rooms.stored(row, one.stop if times > 0 else one.start)
-        backend = "triton (eager)" if self.watch.looks_within else "triton"
-        everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
-        if everything and not one.policy.decode.means_dense:
-            row.result.note(ran_dense("decode", row.plan.method))
-        if row.acting is not None:
-            row.result.note(SLIDES)
-        if self.kinds.note is not None:
-            row.result.note(self.kinds.note)
-        row.result.late[row.plan.name] = counts
-
-    @torch.inference_mode()
-    def _learn(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], key: Key
-    ) -> None:
-        """Count what a prefill read, and let decode methods learn from it."""
-        asked, first = self._rooms.buffers[True].asked if key.tapped else None, 0
-        for one in step.scheduled:
-            result = results[one.request_id]
-            result.note_of(self.kinds.note)
-            prefill.settle(one, memories[one.sequence_id], result, self.runner.spec, asked, first)
-            first += EACH * len(prefill.pieces(one))
-
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of
         those before them."""
         for number, row in counted:
-            self._count(number, row, -1)
+            self._counting.row(number, row, -1)
         self._ahead = None  # it stands on what has failed
         with suppress(Exception):  # of a device that answers no more
             self._tiers.give_up()

@@ -1,4 +1,4 @@
-"""Decisions of the first rank within a device's step (device/leading.py), sent to the other ranks by messages of their
+"""Decisions of the first rank within a device's step (device/ahead.py), sent to the other ranks by messages of their
 own."""
 
 from __future__ import annotations
