@@ -9,6 +9,7 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from saccade import ranks
 from saccade.engine import worker
 from saccade.engine.device import backend
+from saccade.engine.ranks import meeting
 
 
 def device_backend(runner, setting, cuda_graphs, covers=True):
@@ -18,6 +19,18 @@ def device_backend(runner, setting, cuda_graphs, covers=True):
     return made
 
 
+def join_beside_counts() -> None:
+    """Join the model's numbers as GPUs are joined: without a word to who counts what ranks wait for on their hosts."""
+    real = meeting.RankGroup._run
+
+    def run(self, part, name):
+        return getattr(self._host, name)(part) if part.is_floating_point() else real(self, part, name)
+
+    meeting.RankGroup._run = run
+
+
 if __name__ == "__main__":
     worker.device_backend = device_backend
+    if os.environ.get("JOINS_BESIDE_COUNTS") == "1":
+        join_beside_counts()
     ranks.main()

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams, ranks
 from saccade.engine import worker
 from saccade.engine.device import backend
+from saccade.engine.ranks import meeting
 from saccade.engine.ranks.leads import FirstLead
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
@@ -187,6 +189,31 @@ def test_a_rank_that_dies_within_a_step(folder):
         finish(engine)
         assert re.search("rank 1 of 2 ended by itself, with exit code -9; no request can go on", request.error)
         assert request.report.as_dict()["decode"]["tokens"] >= 2
+
+
+@pytest.mark.thorough
+def test_a_rank_stopped_in_an_exchange_that_the_first_has_left_is_found(folder, monkeypatch):
+    """It has sent its part, so that the first rank goes on to a step, where devices wait for each other."""
+    monkeypatch.setenv("JOINS_BESIDE_COUNTS", "1")
+    monkeypatch.setattr(meeting.RankGroup, "_run", meeting.RankGroup._run)
+    device_rank.join_beside_counts()
+    with make(folder, 2) as llm:
+        counts, process = llm.engine.link._counts._counts, llm.engine.link.processes[0]
+        stopped: list[float] = []
+
+        def stop() -> None:
+            time.sleep(0.3)
+            while not counts[1] % 2:
+                pass
+            os.kill(process.pid, signal.SIGSTOP)
+            stopped.append(time.monotonic())
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        (answer,) = llm.generate(PROMPTS[:1], greedy(700))
+        thread.join()
+        assert time.monotonic() - stopped[0] < 10
+        assert "rank 1 of 2 hangs" in answer.error
 
 
 @pytest.mark.thorough
