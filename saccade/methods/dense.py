@@ -9,7 +9,7 @@ from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
 from saccade.selection.forms import MOST, PlanSpec
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Ends, Everything
+from saccade.selection.readings import Everything
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class DenseMethod(Method):
         return MOST
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan:
-        return DevicePlan.of(self, [Everything() if size is None else Ends(0, size) for size in spec.windows])
+        return DevicePlan.alike(self, spec, Everything())

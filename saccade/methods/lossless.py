@@ -29,7 +29,7 @@ from saccade.ops import Call, run
 from saccade.selection import Dense, Selection, cut, without
 from saccade.selection.forms import PlanSpec
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Ends, Everything
+from saccade.selection.readings import Everything
 
 AnyChunk = TypeVar("AnyChunk", bound=Chunk)
 
@@ -126,7 +126,7 @@ class Lossless(Verified):
             del notes[before:]
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan:
-        return DevicePlan.of(self, [Everything() if size is None else Ends(0, size) for size in spec.windows])
+        return DevicePlan.alike(self, spec, Everything())
 
 
 def _own(chunk: AnyChunk) -> AnyChunk:

@@ -8,6 +8,7 @@ kernels of its state (methods/host_state.py).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from saccade.ops.cpu_readings import Readings, Reads, Seen
 from saccade.selection.forms import Summarized
 from saccade.selection.levels import Levels
 from saccade.selection.plan import DevicePlan
-from saccade.selection.readings import Ends, Everything
+from saccade.selection.readings import Ends, Everything, Reading
 from saccade.selection.visible import VisibleKeys
 
 PLANS = 4096  # of methods used last
@@ -64,7 +65,7 @@ class FixedPlans:
         self.setting = setting
         self._everything = Readings([Everything()] * setting.spec.layers)
         windows = setting.spec.windows
-        self._dense = Readings([Everything() if one is None else Ends(0, one) for one in windows])
+        self._dense = Readings(_all_within(windows))
         self._levels = Levels(windows)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._whole = lru_cache(maxsize=PLANS)(self._plan_of_all)
@@ -218,8 +219,7 @@ class FixedPlans:
         """What rows of a level read that read everything, as far as ``window`` shows it at the level 0, or the layers'
         own windows at others: a plan that is counted by itself."""
         if level:
-            sizes = self._levels.windows_at(level)
-            own = [Everything() if size is None else Ends(0, size) for size in sizes]
+            own = _all_within(self._levels.windows_at(level))
             return DevicePlan(f"{method.text}, all, level {level}", method.name, tuple(own)), Readings(own)
         layers = self.setting.spec.layers
         cones = [None if window is None else window.at(layer, layers) for layer in range(layers)]
@@ -227,3 +227,8 @@ class FixedPlans:
         name = f"{method.text}, all" if window is None else f"{method.text}, all within {window.text}"
         reads = self._everything if window is None else Seen(cones)
         return DevicePlan(name, method.name, tuple(seen)), reads
+
+
+def _all_within(windows: Sequence[int | None]) -> list[Reading]:
+    """What layers with these windows of their own, or with none, read densely."""
+    return [Everything() if size is None else Ends(0, size) for size in windows]
